@@ -1,0 +1,57 @@
+"""Find where an image classifier memorises, rewind just those layers, retrain them under a defense, and attack the result.
+
+Public names are imported when first used, so that `pptp --help` does not wait for torch.
+"""
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import Recipe, Source
+    from .data import Splits, TrainingData, from_indices, load, split
+    from .errors import UserError
+    from .evaluate import Attack, Estimate, Evaluation, MembershipScores, evaluate
+    from .localize import RiskReport, StageRisk, localize
+    from .models import create
+    from .retrain import Defense, retrain
+    from .signals import Known, Signals, collect
+    from .stages import Stage, snapshot, stages
+    from .training import History, Monitor, Step, fit
+
+_HOME = {
+    "config": ("Recipe", "Source"),
+    "data": ("Splits", "TrainingData", "from_indices", "load", "split"),
+    "errors": ("UserError",),
+    "evaluate": ("Attack", "Estimate", "Evaluation", "MembershipScores", "evaluate"),
+    "localize": ("RiskReport", "StageRisk", "localize"),
+    "models": ("create",),
+    "retrain": ("Defense", "retrain"),
+    "signals": ("Known", "Signals", "collect"),
+    "stages": ("Stage", "snapshot", "stages"),
+    "training": ("History", "Monitor", "Step", "fit"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+__all__ = sorted(_MODULE_OF)
+
+
+class _Package(types.ModuleType):
+    """`pptp.localize` is the function, also after something imported the module `pptp.localize`."""
+
+    def __setattr__(self, name, value):
+        if not (isinstance(value, types.ModuleType) and name in _MODULE_OF):
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name):
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self):
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,5 @@
+"""`python -m pptp` is `pptp`."""
+
+from .cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,481 @@
+"""Where a model memorises: half/full feature distances, linear probes, and a verdict per stage.
+
+M_all was trained on h1 + h2, M_h1 on h1 only, from the same initial weights. Samples of h1 are *seen* by both,
+samples of h2 are *unseen* by M_h1. Where a layer treats seen and unseen samples alike, the distances between
+the two models' features are distributed alike (PPTP, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import torch
+from scipy import stats as scipy_stats
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from .data import indexed
+from .errors import UserError
+from .evaluate import Estimate, auc, proportion, rate_difference
+from .stages import HEAD, SCRATCH, Stage, stages, watch
+
+RISKY, SAFE, UNDECIDED = "risky", "safe", "undecided"
+METRICS = ("rms", "cosine")
+ENOUGH_ACCURACY = 0.95  # below this training accuracy distances show nothing, so nothing is called safe
+UNRELATED = 0.02  # cosine of two models' weights below which they cannot have started from the same ones
+
+
+@dataclass(frozen=True)
+class Disparity:
+    """How differently one metric's distances fall for unseen and seen samples."""
+
+    auc: Estimate  # P(distance of unseen > distance of seen); 0.5 = no disparity
+    ks: float  # Kolmogorov-Smirnov statistic
+    ks_p: float
+
+    @property
+    def effect(self) -> tuple[float, float]:
+        """Interval of |AUC - 1/2|: two-sided, since norms of member features may grow and invert the order."""
+        low, high = self.auc.low - 0.5, self.auc.high - 0.5
+        return max(0.0, low, -high), max(abs(low), abs(high))
+
+
+@dataclass(frozen=True)
+class StageRisk:
+    """One stage or block: distances, probes, verdicts."""
+
+    name: str
+    distances: dict[str, Disparity]
+    by_distance: str  # verdict of the paper's gate
+    probe: Estimate | None = None  # held-out accuracy of a linear SVM on the features of M_all
+    probe_gain: Estimate | None = None  # over the stage before
+    member_gap: Estimate | None = None  # accuracy on seen minus held-out, SVM fitted on unseen features of M_h1
+    by_member_gap: str = ""  # verdict of the stricter gate; "" where it was not run
+    blocks: tuple[StageRisk, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        return self.by_distance
+
+    @property
+    def strict_verdict(self) -> str:
+        """The worse of the two gates."""
+        found = {self.by_distance, self.by_member_gap}
+        return next(v for v in (RISKY, UNDECIDED, SAFE) if v in found)
+
+
+@dataclass(frozen=True)
+class RiskReport:
+    """The stages in forward order, where to cut, and everything a reader must know to trust it."""
+
+    stages: tuple[StageRisk, ...]
+    cut: str  # first stage to retrain, by the paper's gate; "scratch" if nothing is safe
+    strict_cut: str  # by both gates
+    block_cut: str  # as `cut`, at block resolution
+    train_accuracy: dict[str, Estimate]  # of M_all on h1 + h2 ("full"), of M_h1 on h1 ("half")
+    delta: float
+    stall: str  # stage from which on the probe no longer gains; "" if it gains to the end or was not run
+    notes: tuple[str, ...]
+    samples: dict[str, int]
+    raw: dict[str, dict[str, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)  # distances
+
+    @property
+    def powered(self) -> bool:
+        return all(accuracy.value >= ENOUGH_ACCURACY for accuracy in self.train_accuracy.values())
+
+    @property
+    def risky(self) -> list[str]:
+        """Names of the stages from the cut on."""
+        names = [stage.name for stage in self.stages]
+        return names if self.cut == SCRATCH else names[names.index(self.cut) :]
+
+    def to_dict(self) -> dict:
+        plain = {name: value for name, value in vars(self).items() if name not in ("raw", "stages", "train_accuracy")}
+        return {
+            **plain,
+            "notes": list(self.notes),
+            "risky": self.risky,
+            "powered": self.powered,
+            "train_accuracy": {k: v.to_dict() for k, v in self.train_accuracy.items()},
+            "stages": [_stage_dict(stage) for stage in self.stages],
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'stage':<24}{'AUC rms':<22}{'AUC cosine':<22}{'distance':<11}{'probe':<22}{'member gap':<25}{'strict':<10}"
+        ]
+        for s in self.stages:
+            probe, gap = (f"{e.value:.3f} [{e.low:.3f}, {e.high:.3f}]" if e else "-" for e in (s.probe, s.member_gap))
+            rms, cosine = (str(s.distances[metric].auc) for metric in METRICS)
+            mark = "  <- cut" if s.name == self.cut else ""
+            lines.append(
+                f"{s.name:<24}{rms:<22}{cosine:<22}{s.by_distance:<11}{probe:<22}{gap:<25}{s.strict_verdict}{mark}"
+            )
+        accuracy = ", ".join(f"{name} {value}" for name, value in self.train_accuracy.items())
+        lines += [
+            f"cut: {self.cut} (strict: {self.strict_cut}, by block: {self.block_cut}); train accuracy: {accuracy}"
+        ]
+        return "\n".join(lines + [f"- {note}" for note in self.notes])
+
+
+def _stage_dict(stage: StageRisk) -> dict:
+    return {
+        "name": stage.name,
+        "verdict": stage.by_distance,
+        "strict_verdict": stage.strict_verdict,
+        "by_member_gap": stage.by_member_gap,
+        "distances": {
+            m: {"auc": d.auc.to_dict(), "ks": d.ks, "ks_p": d.ks_p, "effect": list(d.effect)}
+            for m, d in stage.distances.items()
+        },
+        **{
+            name: asdict(value) if value else None
+            for name, value in (
+                ("probe", stage.probe),
+                ("probe_gain", stage.probe_gain),
+                ("member_gap", stage.member_gap),
+            )
+        },
+        "blocks": [_stage_dict(block) for block in stage.blocks],
+    }
+
+
+def localize(
+    full: nn.Module,
+    half: nn.Module,
+    seen: Dataset,
+    unseen: Dataset,
+    held_out: Dataset | None = None,
+    *,
+    delta: float = 0.05,
+    confidence: float = 0.95,
+    probes: bool = True,
+    probe_samples: int = 2000,
+    batch_size: int = 128,
+    seed: int = 0,
+    parts: Sequence[Stage] | None = None,
+    check_initial_weights: bool = True,
+) -> RiskReport:
+    """Compare M_all (`full`) and M_h1 (`half`) stage by stage.
+
+    seen: h1; unseen: h2; held_out: samples that neither model trained on, for the probes (none: no probes).
+    delta: the smallest |AUC - 1/2|, and the smallest member gap, that is called risky.
+    """
+    if not 0 < delta < 0.5:
+        raise UserError(f"delta is {delta}: it must lie between 0 and 0.5")
+    seen, unseen = indexed(seen), indexed(unseen)
+    _check_pair(full, half, check_initial_weights)
+    parts = list(parts or stages(full, seen[0][0].shape))
+    blocks = [block for stage in parts for block in stage.blocks]
+    raw_seen, right_seen = distances(full, half, blocks, seen, batch_size)
+    raw_unseen, right_unseen = distances(full, half, blocks, unseen, batch_size)
+    train_accuracy = {
+        "full": _pooled_accuracy(right_seen["full"], right_unseen["full"]),
+        "half": _pooled_accuracy(right_seen["half"]),
+    }
+    powered = all(a.value >= ENOUGH_ACCURACY for a in train_accuracy.values())
+    disparity = {
+        name: {m: _disparity(raw_unseen[name][m], raw_seen[name][m], confidence) for m in METRICS} for name in raw_seen
+    }
+
+    def judged(part: Stage, boundary: Stage, **more) -> StageRisk:
+        found = disparity[boundary.name]
+        return StageRisk(part.name, found, _judge([found[m].effect for m in METRICS], delta, powered), **more)
+
+    found = (
+        _Probes(full, half, parts, seen, unseen, held_out, probe_samples, batch_size, seed)
+        if probes and held_out is not None
+        else None
+    )
+    risks = tuple(
+        judged(
+            stage,
+            stage.blocks[-1],
+            blocks=tuple(judged(block, block) for block in stage.blocks) if len(stage.blocks) > 1 else (),
+            **(found.of(stage, delta, powered) if found else {}),
+        )
+        for stage in parts
+    )
+    cut = _cut([(r.name, r.by_distance) for r in risks])
+    strict = _cut([(r.name, r.strict_verdict) for r in risks])
+    block_cut = _cut([(b.name, b.by_distance) for r in risks for b in (r.blocks or (r,))])
+    stall = _stall(risks)
+    notes = _notes(risks, cut, strict, stall, train_accuracy, powered, delta, parts)
+    samples = {"seen": len(seen), "unseen": len(unseen), "held_out": len(held_out) if held_out is not None else 0}
+    raw = {
+        name: {
+            f"{m}_{which}": values[name][m]
+            for m in METRICS
+            for which, values in (("seen", raw_seen), ("unseen", raw_unseen))
+        }
+        for name in raw_seen
+    }
+    return RiskReport(risks, cut, strict, block_cut, train_accuracy, delta, stall, notes, samples, raw)
+
+
+# --- distances -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def distances(full: nn.Module, half: nn.Module, parts: Sequence[Stage], data: Dataset, batch_size: int = 128):
+    """Per sample and part: RMS and cosine distance of the two models' features; per sample: was each model right.
+
+    Streamed: only scalars are kept. Returns ({part: {metric: (n,)}}, {"full": (n,) bool, "half": (n,) bool}).
+    """
+    full.eval(), half.eval()
+    device = next(full.parameters()).device
+    waiting: dict[str, Tensor] = {}
+    kept: dict[str, dict[str, list[Tensor]]] = {part.name: {m: [] for m in METRICS} for part in parts}
+    right: dict[str, list[Tensor]] = {"full": [], "half": []}
+    overwritten = {part.name for part in parts if part.overwritten}
+
+    def remember(name: str, features: Tensor) -> None:
+        waiting[name] = features.clone() if name in overwritten else features
+
+    def compare(name: str, features: Tensor) -> None:
+        rms, cosine = feature_distances(waiting.pop(name), features)
+        kept[name]["rms"].append(rms.cpu())
+        kept[name]["cosine"].append(cosine.cpu())
+
+    with watch([p.on(full) for p in parts], remember), watch([p.on(half) for p in parts], compare):
+        for inputs, targets, _ in DataLoader(data, batch_size=batch_size):
+            inputs, targets = inputs.to(device), targets.to(device)
+            right["full"].append((full(inputs).argmax(1) == targets).cpu())
+            right["half"].append((half(inputs).argmax(1) == targets).cpu())
+    gathered = {
+        name: {m: torch.cat(values).double().numpy() for m, values in metrics.items()} for name, metrics in kept.items()
+    }
+    return gathered, {name: torch.cat(values).numpy() for name, values in right.items()}
+
+
+def feature_distances(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """RMS ||p - q|| / sqrt(d) and cosine 1 - cos(p, q), each (n,), of features (n, ...).
+
+    1 - cos = (||p - q||^2 - (||p|| - ||q||)^2) / (2 ||p|| ||q||), which does not cancel when p is close to q.
+    """
+    p, q = p.flatten(1).float(), q.flatten(1).float()
+    gap = torch.linalg.vector_norm(p - q, dim=1)
+    norm_p, norm_q = torch.linalg.vector_norm(p, dim=1), torch.linalg.vector_norm(q, dim=1)
+    cosine = (gap.square() - (norm_p - norm_q).square()) / (2 * norm_p * norm_q).clamp_min(1e-30)
+    return gap / p.shape[1] ** 0.5, cosine.clamp_min(0)
+
+
+def _disparity(unseen: np.ndarray, seen: np.ndarray, confidence: float) -> Disparity:
+    ks = scipy_stats.ks_2samp(unseen, seen, method="asymp")
+    return Disparity(auc(unseen, seen, confidence), float(ks.statistic), float(ks.pvalue))
+
+
+def _pooled_accuracy(*right: np.ndarray) -> Estimate:
+    together = np.concatenate(right)
+    return proportion(int(together.sum()), len(together))
+
+
+# --- probes --------------------------------------------------------------------------------------
+
+
+class _Probes:
+    """Linear SVMs on pooled features: what generalises (the paper's), and what members get extra (stricter)."""
+
+    def __init__(self, full, half, parts, seen, unseen, held_out, samples, batch_size, seed):
+        rng = np.random.default_rng(seed)
+        self.parts = [stage for stage in parts if stage.name != HEAD]
+        seen, unseen, held_out = (_sample(d, samples, rng) for d in (seen, unseen, indexed(held_out)))
+        pooled = {
+            (model, which): pooled_features(m, self.parts, data, batch_size)
+            for model, m, which, data in (
+                ("full", full, "seen", seen),
+                ("full", full, "unseen", unseen),
+                ("full", full, "held_out", held_out),
+                ("half", half, "seen", seen),
+                ("half", half, "unseen", unseen),
+                ("half", half, "held_out", held_out),
+            )
+        }
+        self.right: dict[str, np.ndarray] = {}  # held-out samples that the probe on M_all gets right
+        self.gap: dict[str, Estimate] = {}
+        for stage in self.parts:
+
+            def x(model, which):
+                return pooled[model, which][0][stage.name]
+
+            y = {which: pooled["full", which][1] for which in ("seen", "unseen", "held_out")}
+            train_x, train_y = (
+                np.concatenate([x("full", "seen"), x("full", "unseen")]),
+                np.concatenate([y["seen"], y["unseen"]]),
+            )
+            self.right[stage.name] = fit_svm(train_x, train_y, seed)(x("full", "held_out")) == y["held_out"]
+            guess = fit_svm(x("half", "unseen"), y["unseen"], seed)
+            hits = {which: int((guess(x("half", which)) == y[which]).sum()) for which in ("seen", "held_out")}
+            self.gap[stage.name] = rate_difference(hits["seen"], len(y["seen"]), hits["held_out"], len(y["held_out"]))
+
+    def of(self, stage: Stage, delta: float, powered: bool) -> dict:
+        if stage.name not in self.right:
+            return {}
+        names = [part.name for part in self.parts]
+        position = names.index(stage.name)
+        right, gap = self.right[stage.name], self.gap[stage.name]
+        gain = _paired_gain(right, self.right[names[position - 1]]) if position else None
+        return {
+            "probe": proportion(int(right.sum()), len(right)),
+            "probe_gain": gain,
+            "member_gap": gap,
+            "by_member_gap": _judge([(gap.low, gap.high)], delta, powered),
+        }
+
+
+def _paired_gain(right: np.ndarray, before: np.ndarray) -> Estimate:
+    """Accuracy gained over the stage before, on the same samples: mean of the differences, normal interval."""
+    difference = right.astype(float) - before.astype(float)
+    half = 1.959964 * difference.std(ddof=1) / len(difference) ** 0.5
+    return Estimate(float(difference.mean()), float(difference.mean() - half), float(difference.mean() + half))
+
+
+def _sample(data: Dataset, most: int, rng) -> Dataset:
+    if len(data) <= most:
+        return data
+    return torch.utils.data.Subset(data, np.sort(rng.choice(len(data), most, replace=False)).tolist())
+
+
+@torch.no_grad()
+def pooled_features(model: nn.Module, parts: Sequence[Stage], data: Dataset, batch_size: int):
+    """({part: (n, channels)}, labels): features averaged over positions."""
+    model.eval()
+    device = next(model.parameters()).device
+    channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
+    kept: dict[str, list[np.ndarray]] = {part.name: [] for part in parts}
+    labels = []
+
+    def pool(name: str, features: Tensor) -> None:
+        if features.ndim == 4:
+            features = features.mean((1, 2) if channels_last else (2, 3))
+        elif features.ndim == 3:  # tokens: (n, tokens, channels)
+            features = features.mean(1)
+        kept[name].append(features.flatten(1).float().cpu().numpy())
+
+    with watch([p.on(model) for p in parts], pool):
+        for inputs, targets, _ in DataLoader(data, batch_size=batch_size):
+            model(inputs.to(device))
+            labels.append(targets.numpy())
+    return {name: np.concatenate(values) for name, values in kept.items()}, np.concatenate(labels)
+
+
+def fit_svm(x: np.ndarray, y: np.ndarray, seed: int) -> Callable[[np.ndarray], np.ndarray]:
+    """A linear SVM on standardised features; returns its predictor."""
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+    from sklearn.svm import LinearSVC
+
+    # C below 1: features outnumber what a few thousand samples can pin down
+    return make_pipeline(StandardScaler(), LinearSVC(C=0.01, random_state=seed, max_iter=5000)).fit(x, y).predict
+
+
+# --- verdicts ------------------------------------------------------------------------------------
+
+
+def _judge(effects: Sequence[tuple[float, float]], delta: float, powered: bool) -> str:
+    """Risky if any effect surely exceeds delta, safe if all surely stay below, else undecided."""
+    if any(low > delta for low, _ in effects):
+        return RISKY
+    return SAFE if powered and all(high < delta for _, high in effects) else UNDECIDED
+
+
+def _cut(verdicts: Sequence[tuple[str, str]]) -> str:
+    """The first stage of the longest run up to the end in which nothing is safe; the head is always in it."""
+    first = len(verdicts) - 1
+    while first > 0 and verdicts[first - 1][1] != SAFE:
+        first -= 1
+    return SCRATCH if first == 0 else verdicts[first][0]
+
+
+def _stall(risks: Sequence[StageRisk]) -> str:
+    """The stage after the last one whose probe gain is significant."""
+    probed = [r for r in risks if r.probe is not None]
+    growing = [i for i, r in enumerate(probed) if r.probe_gain is not None and r.probe_gain.low > 0]
+    if not probed or (growing and growing[-1] == len(probed) - 1):
+        return ""
+    return probed[growing[-1] + 1].name if growing else probed[0].name
+
+
+def _notes(risks, cut, strict, stall, accuracy, powered, delta, parts) -> tuple[str, ...]:
+    names = [r.name for r in risks]
+    found = []
+    if not powered:
+        low = ", ".join(
+            f"{name} {value.value:.1%}" for name, value in accuracy.items() if value.value < ENOUGH_ACCURACY
+        )
+        found.append(
+            f"No stage is called safe: train accuracy is below {ENOUGH_ACCURACY:.0%} ({low}), and distances show nothing before a model has "
+            "memorised. Train longer, or without augmentation."
+        )
+    for r in risks[:-1]:
+        verdicts = {m: _judge([r.distances[m].effect], delta, powered) for m in METRICS}
+        if verdicts["rms"] != verdicts["cosine"]:
+            found.append(
+                f"{r.name}: the metrics disagree, RMS says {verdicts['rms']}, cosine says {verdicts['cosine']}; the worse counts."
+            )
+        for m in METRICS:
+            if r.distances[m].auc.high < 0.5 - delta:
+                found.append(
+                    f"{r.name}: the {m} distance is inverted (AUC {r.distances[m].auc}): seen samples lie further apart than unseen ones."
+                )
+        if r.by_member_gap and r.by_member_gap != r.by_distance:
+            found.append(f"{r.name}: {r.by_distance} by distance, {r.by_member_gap} by member gap ({r.member_gap}).")
+    position = 0 if cut == SCRATCH else names.index(cut)
+    for r in risks[:position]:
+        if r.by_distance == RISKY:
+            found.append(
+                f"{r.name} is risky but a later stage is safe again, so it stays frozen: to a white-box attacker its weights may still leak; use --cut {r.name} to retrain it."
+            )
+    if cut != strict:
+        found.append(f"The stricter gate would cut earlier: at {strict} instead of {cut} (use --cut strict).")
+    if any(r.probe for r in risks):
+        if not stall:
+            found.append(
+                "The probe gains accuracy up to the last stage: it does not stall where the disparity starts, unlike in the paper."
+            )
+        else:
+            agrees = stall == cut
+            found.append(
+                f"Probe accuracy stops growing at {stall}, and the cut is {cut}: "
+                + ("the two agree, as in the paper." if agrees else "the two disagree.")
+            )
+    if cut == SCRATCH and powered:
+        found.append(
+            f"No stage can be called safe at delta {delta:g} with this many samples: the whole model would be retrained. More samples narrow the intervals; a larger delta accepts more."
+        )
+    found += [f"{stage.name}: {stage.note}." for stage in parts if stage.note]
+    found.append(
+        "Intervals cover the choice of samples, not of seeds, halves or training runs; each is for one stage alone."
+    )
+    return tuple(found)
+
+
+# --- is this a pair? -----------------------------------------------------------------------------
+
+
+def _check_pair(full: nn.Module, half: nn.Module, check_initial_weights: bool) -> None:
+    a, b = full.state_dict(), half.state_dict()
+    if {k: v.shape for k, v in a.items()} != {k: v.shape for k, v in b.items()}:
+        odd = next(k for k in [*a, *b] if k not in a or k not in b or a[k].shape != b[k].shape)
+        raise UserError(
+            f"the full and the half model differ in architecture, first at {odd}: train both from the same initial weights"
+        )
+    similarity = weight_similarity(full, half)
+    if check_initial_weights and similarity < UNRELATED:
+        raise UserError(
+            f"the full and the half model do not come from the same initial weights (cosine of their weights is {similarity:.3f}): "
+            "distances between them would mean nothing; train both from the same ones"
+        )
+
+
+def weight_similarity(full: nn.Module, half: nn.Module) -> float:
+    """Cosine of all matrices and kernels of two models: near 0 for different seeds, far from it for the same one."""
+    pairs = [
+        (p.detach().flatten().double(), q.detach().flatten().double())
+        for p, q in zip(full.parameters(), half.parameters())
+        if p.ndim > 1
+    ]
+    dot = sum(float(p @ q) for p, q in pairs)
+    return dot / (sum(float(p @ p) for p, _ in pairs) * sum(float(q @ q) for _, q in pairs)) ** 0.5

@@ -1,0 +1,86 @@
+"""Names to objects: "relaxloss" or "my.module:Thing", plus field=value settings, with good errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .errors import UserError
+
+
+def registry(package: str) -> Mapping[str, object]:
+    """ATTACKS or DEFENSES of the package that lies beside this one."""
+    module = importlib.import_module(package)
+    home = Path(__file__).resolve().parents[1]
+    if not module.__file__ or Path(module.__file__).resolve().parents[1] != home:
+        raise UserError(
+            f"another module called {package!r} ({module.__file__}) hides the one that pptp brings: rename it, or start from another folder"
+        )
+    return getattr(module, package.upper())
+
+
+def find(package: str, name: str):
+    """The plug-in of that name, or what "module:attribute" points at."""
+    if ":" in name:
+        module_name, _, attribute = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module_name), attribute)
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"cannot load {name!r}: {error}") from error
+    known = registry(package)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)
+        raise UserError(
+            f"no {package.rstrip('s')} called {name!r}: did you mean {', '.join(near)}? (or give your own as module:name)"
+        )
+    return known[name]
+
+
+def build(package: str, name: str, settings: Sequence[str] = ()):
+    """An instance of the plug-in class, its dataclass fields set from "field=value" strings."""
+    cls = find(package, name)
+    values = parse_settings(settings)
+    if not inspect.isclass(cls):
+        if values:
+            raise UserError(f"{name!r} takes no settings")
+        return cls
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1) or sorted(fields)
+            raise UserError(
+                f"{name} has no setting {key!r}: " + (f"it has {', '.join(near)}" if near else "it has none")
+            )
+    return cls(**{key: convert(key, text, hints[key]) for key, text in values.items()})
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, str]:
+    values = {}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UserError(f"{text!r} is not a setting: write field=value")
+        values[key] = value
+    return values
+
+
+def convert(key: str, text: str, kind: type):
+    """Text to the field's type."""
+    if kind is bool:
+        if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+            raise UserError(f"{key} is {text!r}: write true or false")
+        return text.lower() in ("true", "1", "yes")
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            raise UserError(
+                f"{key} is {text!r}: it must be {'a whole number' if kind is int else 'a number'}"
+            ) from None
+    return text

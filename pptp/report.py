@@ -1,0 +1,197 @@
+"""report.html: one self-contained page a person can read and sign; report.json: the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from . import plots
+from .evaluate import MembershipScores
+from .models import atomically
+from .runs import UNDEFENDED, Run, read_json, write_json
+
+ROC_ATTACK = "confidence"
+
+
+def write_report(run: Run) -> Path:
+    facts = gather(run)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    html = environment.get_template("report.html").render(
+        **facts, figures={name: Markup(svg) for name, svg in _figures(run, facts).items()}
+    )
+    target = run.path / "report.html"
+    write_json(run.path / "report.json", facts)
+    atomically(target, lambda temporary: temporary.write_text(html))
+    return target
+
+
+def gather(run: Run) -> dict:
+    """Everything the page shows, as plain data."""
+    record = read_json(run.path / "run.json", f"pptp train {run.path}")
+    with np.load(run.path / "splits.npz") as splits:
+        sizes = {name: len(splits[name]) for name in splits.files}
+    risk = run.risk() if (run.path / "risk.json").exists() else None
+    retrained = {p.parent.name: read_json(p, "") for p in sorted((run.path / "retrain").glob("*/defense.json"))}
+    retrained = {name: plan for name, plan in retrained.items() if "result" in plan}
+    evaluations = run.evaluations()
+    return {
+        "experiment": run.experiment.to_dict(),
+        "data_name": _data_name(run),
+        "sizes": sizes,
+        "classes": run.splits.classes,
+        "risk": risk,
+        "blocks": [block for stage in risk["stages"] for block in stage["blocks"]] if risk else [],
+        "retrained": retrained,
+        "evaluations": evaluations,
+        "attack_count": max((len(e["attacks"]) for e in evaluations.values()), default=0),
+        "headline": _headline(risk, retrained, evaluations),
+        "steps": _steps(run, sizes, risk, retrained),
+        "costs": _costs(run, risk, retrained, evaluations),
+        "caveats": _caveats(run, retrained, evaluations),
+        "versions": record["versions"],
+    }
+
+
+def _data_name(run: Run) -> str:
+    source = run.experiment.source
+    if source.data != "digits":
+        return Path(source.data).name if Path(source.data).exists() else source.data
+    return f"scikit-learn digits with added noise (pixels {source.pixel_noise:g}, labels {source.label_noise:.0%})"
+
+
+def _show(e: dict) -> str:
+    return f"{e['value']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"
+
+
+def _headline(risk, retrained, evaluations) -> list[str]:
+    lines = []
+    if risk:
+        where = (
+            "no stage could be called safe, so the whole model is retrained"
+            if risk["cut"] == "scratch"
+            else f"memorisation starts at {risk['cut']}; retrained: {', '.join(risk['risky'])}"
+        )
+        lines.append(f"Localisation: {where}.")
+    if UNDEFENDED in evaluations:
+        base = evaluations[UNDEFENDED]
+        lines.append(
+            f"Undefended: test accuracy {_show(base['test_accuracy'])}, strongest attack AUC {_show(base['strongest']['auc'])}."
+        )
+        for name, found in evaluations.items():
+            if name != UNDEFENDED:
+                lines.append(
+                    f"{name}: test accuracy {_show(found['test_accuracy'])}, strongest attack AUC {_show(found['strongest']['auc'])}: {_compared(found, base)}."
+                )
+    return lines or ["Nothing was evaluated yet: run pptp localize, retrain and evaluate."]
+
+
+def _compared(found: dict, base: dict) -> str:
+    """In words, by intervals: leak against the undefended model's."""
+    new, old = found["strongest"]["auc"], base["strongest"]["auc"]
+    if new["high"] < old["low"]:
+        return "it leaks less, the intervals do not overlap"
+    if new["low"] > old["high"]:
+        return "it leaks more, the intervals do not overlap"
+    return "no clear difference in leakage, the intervals overlap"
+
+
+def _steps(run: Run, sizes, risk, retrained) -> list[str]:
+    e = run.experiment
+    r = e.recipe
+    lines = [
+        f"Trained {e.model} on {sizes['h1'] + sizes['h2']} members and again, from the same initial weights, on half of them: "
+        f"{r.epochs} epochs, {r.opt}, lr {r.lr:g}, batch {r.batch_size}, {'with' if r.augment else 'without'} augmentation."
+        if not e.full_checkpoint
+        else "Took the full and the half model from checkpoints."
+    ]
+    if risk:
+        accuracy = risk["train_accuracy"]
+        lines.append(
+            f"Compared their features on seen and unseen members. Train accuracy: full {_show(accuracy['full'])}, half {_show(accuracy['half'])}."
+        )
+    for name, plan in retrained.items():
+        result = plan["result"]
+        frozen = (
+            "nothing frozen"
+            if plan["cut"] == "scratch"
+            else f"everything before {plan['cut']} frozen (weights and buffers checked unchanged)"
+        )
+        active = (
+            ""
+            if plan["defense"] == "plain"
+            else f"; the defense was active in {result.get('active', float('nan')):.1%} of steps"
+        )
+        lines.append(
+            f"{name}: {frozen}, the rest ({result['retrained_share']:.1%} of the weights) rewound to {plan['rewind']} and retrained for "
+            f"{plan['recipe']['epochs']} epochs with {plan['repr']}{active}."
+        )
+    return lines
+
+
+def _costs(run: Run, risk, retrained, evaluations) -> list[tuple[str, dict]]:
+    rows = [
+        (f"train {name}", read_json(run.folder(name) / "cost.json", ""))
+        for name in (UNDEFENDED, "half")
+        if (run.folder(name) / "cost.json").exists()
+    ]
+    rows += [("localize", risk["cost"])] if risk else []
+    rows += [(f"retrain {name}", plan["cost"]) for name, plan in retrained.items()]
+    return rows + [(f"evaluate {name}", found["cost"]) for name, found in evaluations.items()]
+
+
+def _caveats(run: Run, retrained, evaluations) -> list[str]:
+    lines = [
+        "Score attacks on a single model are the weakest kind: an attacker who trains reference models finds more. Low numbers here are no proof of privacy.",
+        "Intervals cover the choice of images, not of seeds, splits or training runs: one run of each model was made.",
+        "Frozen layers were trained on the same members without protection: a white-box attacker who reads weights or features may find what the outputs hide.",
+        "No model here carries a differential-privacy guarantee.",
+    ]
+    if run.experiment.source.val_split:
+        lines.append(
+            "Non-members come from another split than members: what attacks find includes any difference between the two splits."
+        )
+    if run.experiment.source.data == "digits":
+        lines.append("The data is a small demonstration set made hard on purpose; its numbers say nothing about yours.")
+    if retrained and not any(plan["defense"] == "plain" for plan in retrained.values()):
+        lines.append(
+            "There is no control (freeze, rewind, plain cross-entropy), so what the defense itself bought is not known."
+        )
+    if retrained and not any(plan["cut"] == "scratch" and plan["defense"] != "plain" for plan in retrained.values()):
+        lines.append("The defense was not trained from scratch for comparison (retrain with --cut scratch).")
+    if any(plan["defense"] != "plain" and plan["result"].get("active") == 0 for plan in retrained.values()):
+        lines.append("A defense was never active: its model equals its control.")
+    return lines
+
+
+def _figures(run: Run, facts: dict) -> dict[str, str]:
+    figures = {}
+    if facts["risk"]:
+        risk = facts["risk"]
+        figures["stage_auc"] = plots.stage_auc(risk)
+        figures["probe"] = plots.probe_curve(risk) if any(stage["probe"] for stage in risk["stages"]) else ""
+        last_block = {s["name"]: s["blocks"][-1]["name"] if s["blocks"] else s["name"] for s in risk["stages"]}
+        with np.load(run.path / "distances.npz") as distances:
+            for metric in ("rms", "cosine"):
+                figures[f"histograms_{metric}"] = plots.distance_histograms(risk, distances, last_block, metric)
+    if facts["evaluations"]:
+        figures["trade_off"] = plots.trade_off(facts["evaluations"])
+        figures["roc"] = _roc(run, facts)
+    return figures
+
+
+def _roc(run: Run, facts: dict) -> str:
+    curves = {}
+    attacks = next(iter(facts["evaluations"].values()))["attacks"]
+    shown = ROC_ATTACK if ROC_ATTACK in attacks else next(iter(attacks))
+    for name in facts["evaluations"]:
+        with np.load(run.path / "evaluate" / name / "scores.npz") as scores:
+            curves[name] = MembershipScores(scores[f"score/{shown}"], scores["members"]).roc()
+    return plots.roc(curves, shown, 1 / facts["sizes"]["nonmembers"])

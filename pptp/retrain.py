@@ -1,0 +1,113 @@
+"""Algorithm 1 of PPTP: freeze the safe layers, rewind the risky ones, retrain those under a defense."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from .data import Splits, TrainingData
+from .errors import UserError
+from .models import weights_digest
+from .stages import Stage, freeze, rewind, split_at, stages, unfreeze
+from .training import Monitor, Recipe
+
+
+class Defense(ABC):
+    """The f(D, M, C) of Algorithm 1: a training procedure, not just a loss.
+
+    Subclasses are frozen dataclasses whose fields are the method's hyper-parameters.
+    """
+
+    def check(self, classes: int, recipe: Recipe) -> None:
+        """Refuse hyper-parameters that cannot work, before any training."""
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """Swap layers where the method needs it; replayed when the retrained model is loaded."""
+        return model
+
+    @abstractmethod
+    def train(
+        self,
+        model: nn.Module,
+        data: TrainingData,
+        recipe: Recipe,
+        *,
+        monitors: Sequence[Monitor] = (),
+        checkpoint: str | Path | None = None,
+    ) -> dict[str, float]:
+        """Train the weights that require gradients; return what there is to report.
+
+        "active" in the result is the share of steps in which the defense differed from plain training.
+        """
+
+
+class FrozenLayersMoved(RuntimeError):
+    """A weight or buffer before the cut changed during retraining."""
+
+
+def retrain(
+    model: nn.Module,
+    rewind_to: Mapping[str, Tensor] | nn.Module | None,
+    cut: str,
+    defense: Defense,
+    data: Splits | TrainingData,
+    recipe: Recipe,
+    monitors: Sequence[Monitor] = (),
+    *,
+    parts: Sequence[Stage] | None = None,
+    checkpoint: str | Path | None = None,
+) -> dict[str, float]:
+    """Retrain `model` in place from `cut` on, and prove that nothing before it moved.
+
+    rewind_to: the weights the suffix starts from, initial or of an early epoch (a state dict, or a model);
+    None keeps the trained ones (fine-tuning). cut: a stage or block name, "head" or "scratch".
+    """
+    if isinstance(data, Splits):
+        data = data.for_defense()
+    classes = _class_count(model, data)
+    defense.check(classes, recipe)
+    if parts is None:
+        sample = data.members[0][0]
+        parts = stages(model, sample.shape)
+    parts = [stage.on(model) for stage in parts]
+    trunk, suffix = split_at(parts, cut)
+    if rewind_to is not None:
+        rewind(suffix, rewind_to.state_dict() if isinstance(rewind_to, nn.Module) else rewind_to)
+    unfreeze(model)
+    freeze(trunk)
+    before = _trunk_digest(trunk)
+    try:
+        defense.adapt(model)
+        result = defense.train(model, data, recipe, monitors=monitors, checkpoint=checkpoint)
+    finally:
+        unfreeze(model)
+    if _trunk_digest(trunk) != before:
+        raise FrozenLayersMoved(
+            f"layers before the cut {cut!r} changed while retraining under {type(defense).__name__}"
+        )
+    model.eval()
+    retrained = sum(p.numel() for part in suffix for p in part.parameters())
+    share = retrained / sum(p.numel() for p in model.parameters())
+    return {**result, "retrained_share": share}
+
+
+def _class_count(model: nn.Module, data: TrainingData) -> int:
+    classes = getattr(model, "num_classes", None) or data.classes
+    if data.classes > classes:
+        raise UserError(
+            f"the data has {data.classes} classes, the model {classes}: build the model with num_classes={data.classes}"
+        )
+    return classes
+
+
+def _trunk_digest(trunk: Sequence[Stage]) -> str:
+    state = {
+        name: tensor
+        for part in trunk
+        for names, tensors in ((part.parameter_names, part.parameters()), (part.buffer_names, part.buffers()))
+        for name, tensor in zip(names, tensors)
+    }
+    return weights_digest(state)

@@ -1,0 +1,325 @@
+"""The run directory: where each artifact lives, written atomically, never reused when stale.
+
+    run.json splits.npz full/{init,last}.safetensors half/last.safetensors */history.jsonl      pptp train
+    risk.json distances.npz                                                                     pptp localize
+    retrain/<name>/{defense.json,last.safetensors,history.jsonl}                                pptp retrain
+    evaluate/<name>/{evaluation.json,scores.npz}                                                pptp evaluate
+    report.html report.json                                                                     pptp report
+
+Folders with weights are in timm's own layout too (model.safetensors + config.json), so that
+`timm.create_model("local-dir:...", pretrained=True)` loads them without pptp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+
+from . import data, models
+from .config import Experiment
+from .errors import UserError
+from .stages import Stage, stages
+from .training import make_optimizer
+
+UNDEFENDED = "undefended"
+
+
+@dataclass(frozen=True)
+class Run:
+    """An opened run directory."""
+
+    path: Path
+    experiment: Experiment
+
+    # --- open and create -------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        path = Path(path)
+        record = read_json(path / "run.json", f"pptp train {path} --model ... --data ...")
+        return cls(path, Experiment.from_dict(record["experiment"]))
+
+    @classmethod
+    def create(cls, path: str | Path, experiment: Experiment, fresh: bool = False) -> Run:
+        """A new run, or the same one to be resumed; a run of another configuration is refused."""
+        from accelerate import PartialState
+
+        with PartialState(
+            cpu=experiment.recipe.device == "cpu"
+        ).main_process_first():  # under torchrun one makes it, the others find it
+            return cls._create(Path(path), experiment, fresh and PartialState().is_main_process)
+
+    @classmethod
+    def _create(cls, path: Path, experiment: Experiment, fresh: bool) -> Run:
+        if fresh:
+            _clear(path)
+        if (path / "run.json").exists():
+            there = cls.open(path)
+            different = _differences(there.experiment.to_dict(), experiment.to_dict())
+            if different:
+                raise UserError(
+                    f"{path} holds a run of another configuration ({'; '.join(different[:3])}): use another directory, or --fresh to start over"
+                )
+            return there
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path} is not empty and not a run of pptp: use another directory")
+        run = cls(path, experiment)
+        run._check()
+        write_json(
+            path / "run.json", {"experiment": experiment.to_dict(), "versions": versions(), "data": run._data_digest()}
+        )
+        return run
+
+    def _check(self) -> None:
+        """Refuse bad data, model, optimizer or checkpoints before anything is written."""
+        given = [self.experiment.full_checkpoint, self.experiment.half_checkpoint]
+        if bool(given[0]) != bool(given[1]):
+            raise UserError("give both --full-checkpoint and --half-checkpoint, or neither")
+        self.splits
+        model = self.fresh_model()
+        make_optimizer(model, self.experiment.recipe)
+        for path in filter(None, [*given, self.experiment.initial_checkpoint]):
+            models.load_weights(model, models.read_weights(path), path)
+
+    # --- data ------------------------------------------------------------------------------------
+
+    @cached_property
+    def _pool(self):
+        mean, std = self._normalisation
+        return data.load(self.experiment.source, mean, std)
+
+    @cached_property
+    def _normalisation(self):
+        """timm knows it by the model's name, before the classes are known."""
+        return models.normalisation(models.create(self.experiment.model, 2, **self._model_options))
+
+    @property
+    def _model_options(self) -> dict:
+        e = self.experiment
+        return {"img_size": e.source.img_size, "seed": e.recipe.seed, **e.model_kwargs}
+
+    def _data_digest(self) -> str:
+        return hashlib.sha256(np.ascontiguousarray(self._pool[0].labels).tobytes()).hexdigest()[:16]
+
+    @cached_property
+    def splits(self) -> data.Splits:
+        """Drawn once and saved; afterwards read back and checked against the data."""
+        pool, may_be_member = self._pool
+        saved = self.path / "splits.npz"
+        if saved.exists():
+            if read_json(self.path / "run.json", "")["data"] != self._data_digest():
+                raise UserError(
+                    f"the data at {self.experiment.source.data!r} is not what {self.path} was made from: restore it, or start another run"
+                )
+            with np.load(saved) as stored:
+                return data.from_indices(
+                    pool,
+                    **{name: stored[name] for name in ("h1", "h2", "reference", "nonmembers", "test")},
+                    seed=self.experiment.recipe.seed,
+                )
+        parts = self.experiment.parts
+        return data.split(
+            pool,
+            parts.members,
+            parts.reference,
+            parts.nonmembers,
+            parts.test,
+            self.experiment.recipe.seed,
+            may_be_member,
+        )
+
+    def save_splits(self) -> None:
+        if not (self.path / "splits.npz").exists():
+            write_npz(self.path / "splits.npz", self.splits.indices)
+
+    # --- models ----------------------------------------------------------------------------------
+
+    def fresh_model(self) -> nn.Module:
+        """The model with its initial weights."""
+        return models.create(
+            self.experiment.model, self.splits.classes, pretrained=self.experiment.pretrained, **self._model_options
+        )
+
+    def folder(self, name: str) -> Path:
+        """Where a model lives: "undefended", "half", or the name of a retraining."""
+        return self.path / {UNDEFENDED: "full", "half": "half"}.get(name, f"retrain/{name}")
+
+    def model(self, name: str) -> nn.Module:
+        """A finished model of this run."""
+        weights = self.folder(name) / "last.safetensors"
+        if not weights.exists():
+            command = f"pptp train {self.path}" if name in (UNDEFENDED, "half") else f"pptp retrain {self.path}"
+            raise UserError(f'no {weights}: run "{command}" first')
+        model = models.create(self.experiment.model, self.splits.classes, **self._model_options)
+        self._adapt(model, name)
+        models.load_weights(model, models.read_weights(weights), weights)
+        return model.eval()
+
+    def _adapt(self, model: nn.Module, name: str) -> None:
+        """Replay the layer swaps of a defense, so that its weights fit."""
+        record = self.folder(name) / "defense.json"
+        if record.exists():
+            from .plugins import build
+
+            saved = read_json(record, "")
+            build("defenses", saved["defense"], saved["set"]).adapt(model)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        return models.read_weights(self.path / "full" / "init.safetensors")
+
+    def early_weights(self, epoch: int) -> dict[str, Tensor]:
+        path = self.path / "full" / f"epoch_{epoch}.safetensors"
+        if not path.exists():
+            kept = sorted(int(p.stem.split("_")[1]) for p in path.parent.glob("epoch_*.safetensors"))
+            raise UserError(
+                f"the weights of epoch {epoch} were not kept (there are: {kept or 'none'}): train with --keep-epochs {epoch}"
+            )
+        return models.read_weights(path)
+
+    def parts(self, model: nn.Module) -> list[Stage]:
+        size = self.experiment.source.img_size
+        return stages(model, (3, size, size))
+
+    def trained_names(self) -> list[str]:
+        """Names of all models that can be evaluated, the undefended one first."""
+        retrained = sorted(p.parent.name for p in (self.path / "retrain").glob("*/last.safetensors"))
+        return [UNDEFENDED, *retrained]
+
+    def save_model(self, name: str, model: nn.Module, card: str) -> None:
+        """Weights under our name and timm's, config and model card; the weights last, since they mean "done"."""
+        folder = self.folder(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        from timm.models._hub import save_config_for_hf
+
+        models.atomically(
+            folder / "config.json",
+            lambda temporary: save_config_for_hf(model, temporary, model_args=dict(self.experiment.model_kwargs)),
+        )
+        models.atomically(folder / "README.md", lambda temporary: temporary.write_text(card))
+        models.write_weights(model, folder / "model.safetensors")
+        models.atomically(folder / "last.safetensors", lambda temporary: _link(folder / "model.safetensors", temporary))
+
+    # --- results ---------------------------------------------------------------------------------
+
+    def risk(self) -> dict:
+        return read_json(self.path / "risk.json", f"pptp localize {self.path}")
+
+    def evaluations(self) -> dict[str, dict]:
+        found = {p.parent.name: read_json(p, "") for p in (self.path / "evaluate").glob("*/evaluation.json")}
+        return {name: found[name] for name in self.trained_names() if name in found}
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
+
+
+def _differences(old: Mapping, new: Mapping) -> list[str]:
+    found = []
+    for key in new:
+        if isinstance(new[key], Mapping) and key != "model_kwargs":
+            found += _differences(old.get(key, {}), new[key])
+        elif old.get(key) != new[key] and key not in ("workers", "device"):
+            found.append(f"{key} was {old.get(key)!r}, now {new[key]!r}")
+    return found
+
+
+def _clear(path: Path) -> None:
+    """Remove what pptp made in a run directory, and nothing else."""
+    if path.exists() and any(path.iterdir()) and not (path / "run.json").exists():
+        raise UserError(f"{path} is not a run of pptp, so --fresh will not clear it: use another directory")
+    for name in ("full", "half", "retrain", "evaluate"):
+        shutil.rmtree(path / name, ignore_errors=True)
+    for name in ("run.json", "splits.npz", "risk.json", "distances.npz", "report.html", "report.json"):
+        (path / name).unlink(missing_ok=True)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def read_json(path: Path, made_by: str) -> dict:
+    if not path.exists():
+        raise UserError(f'no {path.name} in {path.parent}: run "{made_by}" first')
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is damaged ({error}): delete it and run its command again") from error
+
+
+def write_json(path: Path, value: Mapping) -> None:
+    models.atomically(
+        path,
+        lambda temporary: temporary.write_text(json.dumps(value, indent=1, allow_nan=False, default=_plain) + "\n"),
+    )
+
+
+def _plain(value):
+    """numpy scalars as numbers."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"cannot write {type(value).__name__} as JSON")
+
+
+def write_jsonl(path: Path, rows: list[Mapping]) -> None:
+    models.atomically(path, lambda temporary: temporary.write_text("".join(json.dumps(row) + "\n" for row in rows)))
+
+
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as file:  # a name would get ".npz" appended
+            np.savez_compressed(file, **arrays)
+
+    models.atomically(path, write)
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    names = ("pptp", "torch", "torchvision", "timm", "accelerate", "scikit-learn", "numpy")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+# --- what it cost --------------------------------------------------------------------------------
+
+
+@contextmanager
+def measured(cost: dict[str, float], every: float = 0.05):
+    """Fill `cost` with seconds and the peak memory of the process (of the GPU, where there is one) in MB."""
+    process, peak, done = psutil.Process(), [0], threading.Event()
+
+    def sample() -> None:
+        while not done.is_set():
+            peak[0] = max(peak[0], process.memory_info().rss)
+            done.wait(every)
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        cost["seconds"] = time.perf_counter() - started
+        cost["peak_mb"] = max(peak[0], process.memory_info().rss) / 2**20
+        if torch.cuda.is_available():
+            cost["peak_gpu_mb"] = torch.cuda.max_memory_allocated() / 2**20

@@ -1,0 +1,313 @@
+"""The one training loop: `fit`. Defenses and monitors plug into it; nothing here copies it."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from tqdm import tqdm
+
+from .config import Recipe
+from .data import Augmented, indexed
+from .errors import UserError
+from .models import atomically
+from .stages import train_mode
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch in flight, as a loss sees it."""
+
+    model: nn.Module
+    inputs: Tensor  # (n, channels, h, w)
+    targets: Tensor  # (n,)
+    logits: Tensor  # (n, classes)
+    indices: Tensor  # (n,) sample ids
+    epoch: int
+    logs: dict[str, float] = field(default_factory=dict)  # a loss may add numbers; `fit` averages them per epoch
+
+
+Loss = Callable[[Step], Tensor]
+
+
+def cross_entropy(step: Step) -> Tensor:
+    return F.cross_entropy(step.logits, step.targets)
+
+
+class Monitor:
+    """Looks on during `fit`; override what you need."""
+
+    def after_backward(self, step: Step) -> None:
+        """Gradients are there, the weights have not moved yet."""
+
+    def after_epoch(self, model: nn.Module, epoch: int) -> dict[str, float]:
+        """Numbers to add to this epoch's row of the history."""
+        return {}
+
+
+@dataclass
+class History:
+    """One row an epoch: loss, accuracy (both as seen while training), lr, seconds, and what losses logged."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float]:
+        """The last row's loss and accuracy, total seconds, and the mean over epochs of everything logged."""
+        if not self.rows:
+            return {}
+        own = ("epoch", "lr", "loss", "accuracy", "seconds")
+        logged = {k for row in self.rows for k in row if k not in own}
+        means = {k: sum(row.get(k, 0.0) for row in self.rows) / len(self.rows) for k in sorted(logged)}
+        last = self.rows[-1]
+        return {
+            "epochs": len(self.rows),
+            "loss": last["loss"],
+            "accuracy": last["accuracy"],
+            "seconds": sum(row["seconds"] for row in self.rows),
+            **means,
+        }
+
+
+def fit(
+    model: nn.Module,
+    data: Dataset,
+    recipe: Recipe,
+    *,
+    loss: Loss = cross_entropy,
+    optimizer=None,
+    monitors: Sequence[Monitor] = (),
+    checkpoint: str | Path | None = None,
+    title: str = "training",
+    keep_epochs: Sequence[int] = (),
+    keep: Callable[[int], None] | None = None,
+) -> History:
+    """Train the weights of `model` that require gradients, in place; frozen modules stay in eval mode.
+
+    checkpoint: a file to resume from if it is there, rewritten after every epoch.
+    keep: called as keep(k) when k epochs are done, for each k in keep_epochs.
+    """
+    accelerator = _accelerator(recipe)
+    data = indexed(data)
+    order = EpochOrder(len(data), recipe.seed)
+    loader = DataLoader(
+        Augmented(data, recipe.seed) if recipe.augment else data,
+        batch_size=recipe.batch_size,
+        sampler=order,
+        num_workers=recipe.workers,
+    )
+    optimizer = optimizer or make_optimizer(model, recipe)
+    schedule = _schedule(optimizer, recipe)
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        saved = Checkpoint(checkpoint, model, optimizer, schedule, _fingerprint(model, data, recipe))
+        history = History(saved.resume())
+        with _progress(title, recipe, loader, len(history.rows), accelerator) as bar:
+            for epoch in range(len(history.rows), recipe.epochs):
+                train_mode(wrapped)
+                loader.set_epoch(epoch)
+                started = time.perf_counter()
+                row = _epoch(accelerator, wrapped, loader, optimizer, loss, epoch, recipe, monitors, bar)
+                schedule.step(epoch + 1)
+                row["seconds"] = time.perf_counter() - started
+                for monitor in monitors:
+                    row |= monitor.after_epoch(model, epoch)
+                history.rows.append(row)
+                if accelerator.is_main_process:
+                    saved.write(history.rows)
+                    if epoch + 1 in keep_epochs:
+                        keep(epoch + 1)
+        accelerator.wait_for_everyone()
+    accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    model.eval()
+    return history
+
+
+def _epoch(accelerator, model, loader, optimizer, loss, epoch, recipe, monitors, bar) -> dict[str, float]:
+    """One pass over the data; returns sample-weighted means."""
+    totals: dict[str, float] = {}
+    seen = 0
+    lr = optimizer.param_groups[0]["lr"]
+    for inputs, targets, indices in loader:
+        logits = model(inputs)
+        step = Step(model, inputs, targets, logits, indices, epoch)
+        value = loss(step)
+        number = float(value.detach())
+        if not math.isfinite(number):
+            raise UserError(
+                f"the loss became {number} in epoch {epoch + 1}: lower lr (now {recipe.lr}), or set clip_grad"
+            )
+        accelerator.backward(value)
+        for monitor in monitors:
+            monitor.after_backward(step)
+        if recipe.clip_grad:
+            accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], recipe.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        correct = float((logits.argmax(1) == targets).float().mean())
+        seen += len(targets)
+        for name, amount in {"loss": number, "accuracy": correct, **step.logs}.items():
+            totals[name] = totals.get(name, 0.0) + float(amount) * len(targets)
+        bar.update()
+        bar.set_postfix(
+            epoch=epoch + 1, loss=f"{totals['loss'] / seen:.3f}", acc=f"{totals['accuracy'] / seen:.3f}", refresh=False
+        )
+    return {"epoch": epoch + 1, "lr": lr, **{name: total / seen for name, total in totals.items()}}
+
+
+class EpochOrder(Sampler):
+    """A shuffle that is a function of (seed, epoch) alone, so that a resumed run sees the same batches."""
+
+    def __init__(self, length: int, seed: int):
+        self.length, self.seed, self.epoch = length, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        return iter(torch.randperm(self.length, generator=generator).tolist())
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """timm's optimizer of that name over the weights that require gradients."""
+    from timm.optim import create_optimizer_v2, list_optimizers
+
+    if recipe.opt not in list_optimizers():
+        near = difflib.get_close_matches(recipe.opt, list_optimizers(), n=3) or ["sgd", "adamw"]
+        raise UserError(f"timm has no optimizer called {recipe.opt!r}: did you mean {', '.join(near)}?")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError("every weight of the model is frozen: there is nothing to train")
+    try:
+        return create_optimizer_v2(
+            model, opt=recipe.opt, lr=recipe.lr, weight_decay=recipe.weight_decay, momentum=recipe.momentum
+        )
+    except ValueError as error:
+        raise UserError(f"the optimizer {recipe.opt!r} refuses its settings: {error}") from error
+
+
+def _schedule(optimizer, recipe: Recipe):
+    """timm's schedule of that name; "constant" keeps the learning rate."""
+    from timm.scheduler import create_scheduler_v2
+
+    name = "step" if recipe.sched == "constant" else recipe.sched
+    never = recipe.epochs + 1
+    schedule, _ = create_scheduler_v2(
+        optimizer,
+        sched=name,
+        num_epochs=recipe.epochs,
+        warmup_epochs=recipe.warmup_epochs,
+        warmup_lr=recipe.lr / 100,
+        decay_epochs=never if recipe.sched == "constant" else max(1, recipe.epochs // 3),
+        decay_milestones=[recipe.epochs // 2, recipe.epochs * 3 // 4],
+    )
+    return schedule
+
+
+def _accelerator(recipe: Recipe):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()  # it is a singleton: another precision in the same process is refused otherwise
+    accelerator = Accelerator(cpu=recipe.device == "cpu", mixed_precision=recipe.amp)
+    if recipe.amp == "bf16" and accelerator.device.type == "cpu" and not cpu_runs_bfloat16():
+        raise UserError("this processor dies on bfloat16: use --amp no")
+    if accelerator.device.type == "cuda":
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+    return accelerator
+
+
+def cpu_runs_bfloat16() -> bool:
+    """Tried in a child process, since a processor without it may be killed by an illegal instruction."""
+    code = (
+        "import torch; c = torch.nn.Conv2d(3, 8, 3);\n"
+        "with torch.autocast('cpu', torch.bfloat16): c(torch.randn(2, 3, 8, 8)).sum().backward()"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def _progress(title: str, recipe: Recipe, loader, epochs_done: int, accelerator) -> tqdm:
+    if accelerator.num_processes > 1 and accelerator.is_main_process:
+        tqdm.write(f"{title}: {accelerator.num_processes} processes")
+    return tqdm(
+        total=recipe.epochs * len(loader),
+        initial=epochs_done * len(loader),
+        desc=title,
+        unit="step",
+        mininterval=0.5,
+        leave=True,
+        disable=None if accelerator.is_main_process else True,
+    )
+
+
+def _fingerprint(model: nn.Module, data: Dataset, recipe: Recipe) -> str:
+    """What must be the same for a checkpoint to be continued: recipe, samples, and which weights train."""
+    what = replace(recipe, device="auto", workers=0)
+    trained = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
+    samples = getattr(data, "indices", range(len(data)))
+    text = json.dumps([asdict(what), trained, [int(samples[0]), int(samples[-1]), len(samples)]])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass
+class Checkpoint:
+    """Everything needed to go on after a kill: weights, optimizer, schedule, random state, history."""
+
+    path: str | Path | None
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: object
+    fingerprint: str
+
+    def resume(self) -> list[dict[str, float]]:
+        """Restore what the file holds and return its history; no file, no history."""
+        if self.path is None or not Path(self.path).exists():
+            return []
+        try:
+            state = torch.load(self.path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError, OSError) as error:
+            raise UserError(
+                f"{self.path} is damaged: delete it, or pass --fresh, to train again from the start"
+            ) from error
+        if state["fingerprint"] != self.fingerprint:
+            raise UserError(
+                f"{self.path} was written with another configuration: pass --fresh, or use another run directory"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        torch.set_rng_state(state["rng"])
+        if torch.cuda.is_available() and state["cuda_rng"]:
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        return state["history"]
+
+    def write(self, history: list[dict[str, float]]) -> None:
+        if self.path is None:
+            return
+        state = {
+            "fingerprint": self.fingerprint,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "history": history,
+        }
+        atomically(self.path, lambda temporary: torch.save(state, temporary))

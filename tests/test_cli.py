@@ -1,0 +1,386 @@
+"""The commands as a user types them, on a small real run."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import pptp
+from pptp.cli import main
+from pptp.config import experiment, flat_fields
+from pptp.models import read_weights, weights_digest
+from pptp.runs import Run
+
+SMALL = [
+    "--model",
+    "test_resnet",
+    "--data",
+    "digits",
+    "--members",
+    "120",
+    "--reference",
+    "40",
+    "--nonmembers",
+    "120",
+    "--test",
+    "80",
+    "--epochs",
+    "12",
+    "-b",
+    "20",
+    "--opt",
+    "adamw",
+    "--lr",
+    "3e-3",
+    "--no-augment",
+    "--pixel-noise",
+    "0.1",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run taken through every command."""
+    path = tmp_path_factory.mktemp("runs") / "a"
+    for command in (
+        ["train", path, *SMALL, "--keep-epochs", "1,3"],
+        ["localize", path, "--delta", "0.2"],
+        ["retrain", path, "--defense", "relaxloss", "--set", "alpha=1.0", "--cut", "layer3", "--epochs", "4"],
+        ["evaluate", path],
+        ["report", path],
+    ):
+        assert main([str(word) for word in command]) == 0
+    return path
+
+
+@pytest.fixture
+def copy_of_run(run, tmp_path):
+    shutil.copytree(run, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def fails(capsys, *words) -> str:
+    """The one sentence that a failing command prints."""
+    assert main([str(word) for word in words]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("pptp: "), lines
+    return lines[-1]
+
+
+def test_every_artifact_is_where_it_is_promised(run):
+    expected = [
+        "run.json",
+        "splits.npz",
+        "full/init.safetensors",
+        "full/last.safetensors",
+        "full/history.jsonl",
+        "half/last.safetensors",
+        "risk.json",
+        "distances.npz",
+        "retrain/relaxloss-layer3/defense.json",
+        "retrain/relaxloss-layer3/last.safetensors",
+        "retrain/relaxloss-layer3/history.jsonl",
+        "retrain/plain-layer3/last.safetensors",
+        "evaluate/undefended/evaluation.json",
+        "evaluate/relaxloss-layer3/scores.npz",
+        "report.html",
+        "report.json",
+        "full/epoch_1.safetensors",
+        "full/epoch_3.safetensors",
+    ]
+    assert [name for name in expected if not (run / name).exists()] == []
+    assert not list(run.rglob("*.tmp")) and not list(run.rglob("checkpoint.pt"))
+
+
+def test_both_models_start_from_the_same_weights(run):
+    assert weights_digest(read_weights(run / "full/init.safetensors")) == weights_digest(
+        read_weights(run / "half/init.safetensors")
+    )
+
+
+def test_retrained_model_keeps_the_trunk_bit_by_bit(run):
+    full, defended = (
+        read_weights(run / "full/last.safetensors"),
+        read_weights(run / "retrain/relaxloss-layer3/last.safetensors"),
+    )
+    changed = {name.split(".")[0] for name in full if not torch.equal(full[name], defended[name])}
+    assert changed == {"layer3", "layer4", "fc"}
+
+
+@pytest.mark.parametrize("folder", ["full", "retrain/relaxloss-layer3"])
+def test_timm_loads_a_saved_model_without_pptp(run, folder):
+    script = (
+        "import sys, timm, torch; m = timm.create_model(sys.argv[1], pretrained=True).eval(); assert 'pptp' not in sys.modules;"
+        "torch.save(m.state_dict(), sys.argv[2]); print(m.num_classes, m.pretrained_cfg['input_size'])"
+    )
+    saved = run / "timm.pt"
+    done = subprocess.run(
+        [sys.executable, "-c", script, f"local-dir:{run / folder}", str(saved)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["10", "[3,", "32,", "32]"]
+    assert weights_digest(read_weights(saved)) == weights_digest(read_weights(run / folder / "last.safetensors"))
+
+
+def test_fixed_size_family_round_trips_through_timm(tmp_path):
+    run = Run.create(
+        tmp_path / "vit",
+        experiment({"model": "test_vit", "img_size": 48, "members": 40, "reference": 0, "nonmembers": 20, "test": 20}),
+    )
+    model = run.fresh_model()
+    run.save_model("undefended", model, "card")
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'vit' / 'full'}", pretrained=True)
+    assert weights_digest(loaded) == weights_digest(model)
+
+
+def test_results_are_json_with_intervals(run):
+    found = json.loads((run / "evaluate/relaxloss-layer3/evaluation.json").read_text())
+    assert set(found["attacks"]) == {"correctness", "confidence", "entropy", "modified_entropy"}
+    for attack in found["attacks"].values():
+        assert {"auc", "advantage", "advantage_per_class", "balanced_accuracy", "tpr@0.01", "tpr@0.001"} <= set(attack)
+        assert all(e["low"] <= e["value"] <= e["high"] for e in attack.values())
+        assert attack["tpr@0.001"]["note"] == "too few samples"
+    defense = json.loads((run / "retrain/relaxloss-layer3/defense.json").read_text())
+    assert 0 <= defense["result"]["active"] <= 1 and defense["repr"].startswith("RelaxLoss(alpha=1.0")
+
+
+def test_scores_carry_sample_ids(run):
+    splits = np.load(run / "splits.npz")
+    scores = np.load(run / "evaluate/undefended/scores.npz")
+    members = set(scores["ids"][scores["members"]])
+    assert members == {*splits["h1"], *splits["h2"]} and not members & {*splits["nonmembers"]}
+
+
+def test_report_is_one_self_contained_page(run):
+    page = (run / "report.html").read_text()
+    assert page.count("<svg") == 6 and "<script" not in page
+    links = re.findall(r'(?:src|href)="([^"#][^"]*)"', page)
+    assert links == []
+    for word in ("relaxloss-layer3", "plain-layer3", "undefended", "What this does not show", "cut", "active in"):
+        assert word in page
+    ids = re.findall(r'<clipPath id="([^"]+)"', page)
+    assert len(ids) == len(set(ids)), "clip paths of two figures share an id"
+
+
+def test_commands_do_nothing_twice(run, capsys):
+    stamps = {p: p.stat().st_mtime_ns for p in run.rglob("*.safetensors")}
+    assert main(["train", str(run), *SMALL, "--keep-epochs", "1,3"]) == 0
+    assert (
+        main(["retrain", str(run), "--defense", "relaxloss", "--set", "alpha=1.0", "--cut", "layer3", "--epochs", "4"])
+        == 0
+    )
+    assert "already there" in capsys.readouterr().out
+    assert stamps == {p: p.stat().st_mtime_ns for p in run.rglob("*.safetensors")}
+
+
+def test_rewind_to_an_early_epoch_and_fine_tuning(copy_of_run):
+    for rewind, name in (("epoch=3", "plain-head-epoch3"), ("none", "plain-head-none")):
+        assert (
+            main(
+                [
+                    "retrain",
+                    str(copy_of_run),
+                    "--defense",
+                    "plain",
+                    "--cut",
+                    "head",
+                    "--rewind",
+                    rewind,
+                    "--epochs",
+                    "2",
+                ]
+            )
+            == 0
+        )
+        assert (copy_of_run / "retrain" / name / "last.safetensors").exists()
+
+
+def test_own_defense_by_module_name(copy_of_run):
+    assert (
+        main(
+            [
+                "retrain",
+                str(copy_of_run),
+                "--defense",
+                "defenses.plain:Plain",
+                "--cut",
+                "head",
+                "--epochs",
+                "2",
+                "--name",
+                "mine",
+                "--no-control",
+            ]
+        )
+        == 0
+    )
+    assert json.loads((copy_of_run / "retrain/mine/defense.json").read_text())["defense"] == "defenses.plain:Plain"
+
+
+def test_checkpoints_trained_elsewhere_are_taken_over(run, tmp_path, capsys):
+    given = ["--full-checkpoint", run / "full/last.safetensors", "--half-checkpoint", run / "half/last.safetensors"]
+    assert main([str(w) for w in ("train", tmp_path / "b", *SMALL, *given)]) == 0
+    assert "initial weights are unknown" in capsys.readouterr().out
+    assert main(["localize", str(tmp_path / "b"), "--delta", "0.2"]) == 0
+    again, first = (json.loads((p / "risk.json").read_text()) for p in (tmp_path / "b", run))
+    assert again["stages"] == first["stages"]
+
+
+def test_config_file_under_flags(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "model: test_resnet\nlr: 1e-3\nbatch-size: 10\nepochs: 3\nmembers: 40\nreference: 10\nnonmembers: 20\ntest: 20\n"
+    )
+    assert main(["train", str(tmp_path / "r"), "--config", str(tmp_path / "c.yaml"), "--epochs", "1"]) == 0
+    recipe = json.loads((tmp_path / "r" / "run.json").read_text())["experiment"]["recipe"]
+    assert (recipe["lr"], recipe["batch_size"], recipe["epochs"]) == (0.001, 10, 1)
+
+
+def test_every_setting_is_a_flag_and_has_one_name():
+    from pptp.cli import HELP
+
+    names = list(flat_fields())
+    assert len(names) == len(set(names)) and set(HELP) <= set(names)
+
+
+# --- bad input: one sentence, exit 2, nothing lost ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "extra, says",
+    [
+        (["--model", "resnet81"], "timm has no model called 'resnet81': did you mean"),
+        (["--data", "digitz"], "no data called 'digitz'"),
+        (["--members", "5000"], "there are 1797"),
+        (["--members", "11"], "has one member"),
+        (["--opt", "sdg"], "did you mean sgd"),
+        (["--lr", "0"], "lr is 0.0"),
+        (["--model-kwargs", "colour=red"], "colour"),
+        (["--full-checkpoint", "missing.pt"], "give both"),
+        (["--full-checkpoint", "missing.pt", "--half-checkpoint", "missing.pt"], "no checkpoint at missing.pt"),
+    ],
+)
+def test_bad_training_input(extra, says, tmp_path, capsys):
+    assert says in fails(capsys, "train", tmp_path / "r", *SMALL, *extra)
+    assert not list((tmp_path).rglob("*.safetensors"))
+
+
+def test_unknown_config_key(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("learning_rate: 0.1\n")
+    assert "no setting called 'learning_rate'" in fails(
+        capsys, "train", tmp_path / "r", "--config", tmp_path / "c.yaml"
+    )
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--defense", "relaxlos"], "no defense called 'relaxlos': did you mean relaxloss"),
+        (["--defense", "relaxloss", "--set", "alpha=2.4"], "ln(classes) = 2.303"),
+        (["--defense", "relaxloss", "--set", "alfa=1"], "no setting 'alfa': it has alpha"),
+        (["--defense", "relaxloss", "--set", "alpha=big"], "must be a number"),
+        (["--defense", "relaxloss", "--set", "alpha"], "write field=value"),
+        (["--defense", "relaxloss", "--cut", "layer9"], "no stage or block called 'layer9'"),
+        (["--defense", "relaxloss", "--rewind", "epoch=2"], "train with --keep-epochs 2"),
+        (["--defense", "relaxloss", "--rewind", "start"], "rewind is 'start'"),
+        (["--defense", "relaxloss", "--epochs", "3"], "make it even"),
+        (["--defense", "relaxloss", "--set", "alpha=0.5", "--cut", "layer3", "--epochs", "4"], "other settings"),
+        (["--defense", "no.module:Thing"], "cannot load 'no.module:Thing'"),
+    ],
+)
+def test_bad_retraining_input(words, says, copy_of_run, capsys):
+    before = sorted(copy_of_run.rglob("*"))
+    assert says in fails(capsys, "retrain", copy_of_run, *words)
+    assert sorted(copy_of_run.rglob("*")) == before
+
+
+def test_missing_predecessor_is_answered_with_its_command(tmp_path, capsys):
+    assert f'run "pptp train {tmp_path}' in fails(capsys, "localize", tmp_path)
+    assert main(["train", str(tmp_path / "r"), *SMALL, "--epochs", "1"]) == 0
+    assert f'run "pptp localize {tmp_path / "r"}" first' in fails(
+        capsys, "retrain", tmp_path / "r", "--defense", "plain"
+    )
+
+
+def test_run_of_another_configuration_is_refused(copy_of_run, capsys):
+    assert "lr was 0.003, now 0.5" in fails(capsys, "train", copy_of_run, *SMALL, "--keep-epochs", "1,3", "--lr", "0.5")
+
+
+def test_folder_with_other_files_is_not_touched(tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("dear")
+    assert "not a run of pptp" in fails(capsys, "train", tmp_path, *SMALL)
+    assert "will not clear it" in fails(capsys, "train", tmp_path, *SMALL, "--fresh")
+    assert (tmp_path / "thesis.txt").read_text() == "dear"
+
+
+def test_models_with_different_initial_weights_are_refused(copy_of_run, capsys):
+    other = pptp.create("test_resnet", 10, 32, seed=99)
+    from pptp.models import write_weights
+
+    write_weights(other, copy_of_run / "half/init.safetensors")
+    (copy_of_run / "risk.json").unlink()
+    assert "do not start from the same initial weights" in fails(capsys, "localize", copy_of_run)
+
+
+def test_truncated_weights_are_refused(copy_of_run, capsys):
+    path = copy_of_run / "full/last.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    (copy_of_run / "risk.json").unlink()
+    assert "damaged" in fails(capsys, "localize", copy_of_run)
+
+
+def test_changed_data_is_refused(copy_of_run, capsys):
+    record = json.loads((copy_of_run / "run.json").read_text())
+    record["data"] = "0" * 16
+    (copy_of_run / "run.json").write_text(json.dumps(record))
+    assert "is not what" in fails(capsys, "evaluate", copy_of_run, "--fresh")
+
+
+def test_full_disk_keeps_what_is_there(copy_of_run, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pptp.models.save_file", full)
+    assert "the disk is full" in fails(
+        capsys, "retrain", copy_of_run, "--defense", "plain", "--cut", "head", "--epochs", "2"
+    )
+    monkeypatch.undo()
+    assert main(["retrain", str(copy_of_run), "--defense", "plain", "--cut", "head", "--epochs", "2"]) == 0
+    assert (copy_of_run / "retrain/plain-head/last.safetensors").exists()
+
+
+def test_stale_evaluation_is_made_again(copy_of_run):
+    target = copy_of_run / "evaluate/relaxloss-layer3/evaluation.json"
+    before = json.loads(target.read_text())["key"]["weights"]
+    assert (
+        main(
+            [
+                "retrain",
+                str(copy_of_run),
+                "--defense",
+                "relaxloss",
+                "--set",
+                "alpha=0.3",
+                "--cut",
+                "layer3",
+                "--epochs",
+                "4",
+                "--fresh",
+            ]
+        )
+        == 0
+    )
+    assert main(["evaluate", str(copy_of_run)]) == 0
+    assert json.loads(target.read_text())["key"]["weights"] != before
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys; from pptp.cli import parser; parser().format_help(); sys.exit('torch' in sys.modules or 'timm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
