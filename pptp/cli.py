@@ -159,14 +159,14 @@ def run_command(arguments: argparse.Namespace) -> None:
     from . import commands
 
     if arguments.command == "train":
-        commands.train(arguments.run, plan, arguments.fresh)
+        commands.train_run(arguments.run, plan, arguments.fresh)
     elif arguments.command == "localize":
-        commands.locate(
+        commands.localize_run(
             arguments.run, arguments.delta, not arguments.no_probes, arguments.probe_samples, arguments.fresh
         )
     elif arguments.command == "retrain":
         changes = {f.name: settings[f.name] for f in fields(Recipe) if f.name in settings}
-        commands.harden(
+        commands.retrain_run(
             arguments.run,
             arguments.defense,
             arguments.set,
@@ -178,9 +178,9 @@ def run_command(arguments: argparse.Namespace) -> None:
             arguments.fresh,
         )
     elif arguments.command == "evaluate":
-        commands.attack(arguments.run, arguments.attack, arguments.fresh)
+        commands.evaluate_run(arguments.run, arguments.attack, arguments.fresh)
     elif arguments.command == "report":
-        commands.show_report(arguments.run)
+        commands.report_run(arguments.run)
     else:
         from .demo import demo
 

@@ -23,7 +23,7 @@ from .training import fit, make_optimizer
 ATTACK_CAVEAT = "Score attacks on one model understate what an attacker with reference models can do."
 
 
-def train(path: str, experiment: Experiment, fresh: bool = False) -> Run:
+def train_run(path: str, experiment: Experiment, fresh: bool = False) -> Run:
     """M_all on the members and M_h1 on their first half, from the same initial weights."""
     run = Run.create(path, experiment, fresh)
     run.save_splits()
@@ -101,7 +101,9 @@ def _sentence(summary: dict) -> str:
     return f"{summary['epochs']} epochs, loss {summary['loss']:.4f}, accuracy while training {summary['accuracy']:.3f}, {summary['seconds']:.0f} s"
 
 
-def locate(path: str, delta: float = 0.05, probes: bool = True, probe_samples: int = 2000, fresh: bool = False) -> dict:
+def localize_run(
+    path: str, delta: float = 0.05, probes: bool = True, probe_samples: int = 2000, fresh: bool = False
+) -> dict:
     """`pptp localize`: compare the two models, write risk.json and distances.npz."""
     run = Run.open(path)
     settings = {"delta": delta, "probes": probes, "probe_samples": probe_samples}
@@ -125,6 +127,7 @@ def locate(path: str, delta: float = 0.05, probes: bool = True, probe_samples: i
             probes=probes,
             probe_samples=probe_samples,
             batch_size=run.experiment.recipe.batch_size,
+            workers=run.experiment.recipe.workers,
             seed=run.experiment.recipe.seed,
             parts=run.parts(full),
             check_initial_weights=bool(run.experiment.full_checkpoint),
@@ -158,7 +161,7 @@ def resolve_cut(run: Run, cut: str) -> str:
     return run.risk()[{"auto": "cut", "strict": "strict_cut", "block": "block_cut"}[cut]]
 
 
-def harden(
+def retrain_run(
     path: str,
     defense: str,
     settings: list[str],
@@ -168,21 +171,22 @@ def harden(
     name: str = "",
     control: bool = True,
     fresh: bool = False,
-) -> list[str]:
+) -> None:
     """`pptp retrain`: Algorithm 1 with a defense, and the same with plain cross-entropy as its control."""
     run = Run.open(path)
     recipe = retrain_recipe(run.experiment.recipe, recipe_changes)
-    label = name or defense.rpartition(":")[2].lower() + ("" if cut == "auto" else f"-{cut}") + (
-        "" if rewind == "init" else f"-{rewind.replace('=', '')}"
-    )
-    jobs = [(label, defense, settings)]
+    jobs = [(name or _job_name(defense, cut, rewind), defense, settings)]
     if control and defense != "plain":
-        jobs.append(
-            (f"{name}-control" if name else label.replace(defense.rpartition(":")[2].lower(), "plain", 1), "plain", [])
-        )
-    for job_name, job_defense, job_settings in jobs:
-        _retrain_one(run, job_name, job_defense, job_settings, recipe, resolve_cut(run, cut), rewind, fresh)
-    return [job[0] for job in jobs]
+        jobs.append((f"{name}-control" if name else _job_name("plain", cut, rewind), "plain", []))
+    first_stage = resolve_cut(run, cut)
+    for job, job_defense, job_settings in jobs:
+        _retrain_one(run, job, job_defense, job_settings, recipe, first_stage, rewind, fresh)
+
+
+def _job_name(defense: str, cut: str, rewind: str) -> str:
+    """The folder of a retraining: its defense, and what differs from the defaults."""
+    short = defense.rpartition(":")[2].lower()
+    return short + ("" if cut == "auto" else f"-{cut}") + ("" if rewind == "init" else f"-{rewind.replace('=', '')}")
 
 
 def retrain_recipe(trained: Recipe, changes: dict) -> Recipe:
@@ -218,11 +222,9 @@ def _retrain_one(
             print(f"{folder}: already there")
             return
     chosen = build("defenses", defense, settings)
-    chosen.check(run.splits.classes, recipe)
     model, state = run.model(UNDEFENDED), _rewind_state(run, rewind)
     parts = run.parts(model)
-    split_at(parts, cut)
-    make_optimizer(model, recipe)
+    chosen.check(run.splits.classes, recipe), split_at(parts, cut), make_optimizer(model, recipe)  # or refuse, before
     write_json(record, plan)
     cost: dict[str, float] = {}
     with measured(cost):
@@ -233,14 +235,17 @@ def _retrain_one(
     run.save_model(name, model, _card(run, name, plan, chosen))
     write_json(record, {**plan, "repr": repr(chosen), "result": result, "cost": cost, "splits": run.splits.digest()})
     (folder / "checkpoint.pt").unlink(missing_ok=True)
-    active = (
-        f"; the defense was active in {result['active']:.1%} of steps"
-        if "active" in result and defense != "plain"
-        else ""
-    )
-    print(f"{name}: cut {cut}, {result['retrained_share']:.1%} of the weights retrained, {_sentence(result)}{active}")
-    if active and result["active"] == 0:
-        print(f"{name}: the defense was never active, so this equals its control: lower its threshold or train longer")
+    print(f"{name}: cut {cut}, {result['retrained_share']:.1%} of the weights retrained, {_sentence(result)}")
+    if defense != "plain":
+        print(f"{name}: {_activity(result)}")
+
+
+def _activity(result: dict) -> str:
+    if "active" not in result:
+        return "the defense does not say in how many steps it was active"
+    if result["active"] == 0:
+        return "the defense was never active, so this equals its control: change its strength or train longer"
+    return f"the defense was active in {result['active']:.1%} of steps"
 
 
 def _keep_history(folder: Path) -> None:
@@ -260,7 +265,7 @@ def _card(run: Run, name: str, plan: dict, defense) -> str:
     )
 
 
-def attack(path: str, attack_names: list[str], fresh: bool = False) -> dict[str, dict]:
+def evaluate_run(path: str, attack_names: list[str], fresh: bool = False) -> dict[str, dict]:
     """`pptp evaluate`: every model of the run, side by side on the same samples."""
     run = Run.open(path)
     attacks = {name: find("attacks", name) for name in attack_names} if attack_names else default_attacks()
@@ -274,8 +279,9 @@ def attack(path: str, attack_names: list[str], fresh: bool = False) -> dict[str,
             continue
         cost: dict[str, float] = {}
         with measured(cost):
+            model, s = run.model(name), run.splits
             found = evaluate(
-                {name: run.model(name)}, run.splits.members, run.splits.nonmembers, run.splits.test, attacks
+                {name: model}, s.members, s.nonmembers, s.test, attacks, workers=run.experiment.recipe.workers
             )[name]
         results[name] = {**found.to_dict(), "key": key, "cost": cost}
         _save_scores(run, name, found)
@@ -323,7 +329,7 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def show_report(path: str) -> Path:
+def report_run(path: str) -> Path:
     run = Run.open(path)
     target = write_report(run)
     print(f"wrote {target}")

@@ -316,6 +316,7 @@ def evaluate(
     test: Dataset | None = None,
     attacks: Mapping[str, Attack] | None = None,
     batch_size: int = 256,
+    workers: int = 0,
     seed: int = 0,
 ) -> dict[str, Evaluation]:
     """Attack every model on the same samples; utility on `test` (on the non-members if there is none)."""
@@ -325,9 +326,9 @@ def evaluate(
         attacks = default_attacks()
     results = {}
     for name, model in models.items():
-        inside, outside = collect(model, members, batch_size), collect(model, nonmembers, batch_size)
+        inside, outside = (collect(model, part, batch_size, workers) for part in (members, nonmembers))
         truth = np.repeat([True, False], [len(inside), len(outside)])
-        unseen = outside if test is None else collect(model, test, batch_size)
+        unseen = outside if test is None else collect(model, test, batch_size, workers)
         results[name] = Evaluation(
             _accuracy(inside), _accuracy(unseen), run_attacks(attacks, join(inside, outside), truth, seed=seed)
         )

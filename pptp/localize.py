@@ -7,18 +7,19 @@ the two models' features are distributed alike (PPTP, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from scipy import stats as scipy_stats
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from .data import indexed
+from .data import batches, indexed
 from .errors import UserError
-from .evaluate import Estimate, auc, proportion, rate_difference
+from .evaluate import Estimate, auc, proportion
+from .probes import Probe, probe
 from .stages import HEAD, SCRATCH, Stage, stages, watch
 
 RISKY, SAFE, UNDECIDED = "risky", "safe", "undecided"
@@ -49,9 +50,7 @@ class StageRisk:
     name: str
     distances: dict[str, Disparity]
     by_distance: str  # verdict of the paper's gate
-    probe: Estimate | None = None  # held-out accuracy of a linear SVM on the features of M_all
-    probe_gain: Estimate | None = None  # over the stage before
-    member_gap: Estimate | None = None  # accuracy on seen minus held-out, SVM fitted on unseen features of M_h1
+    probe: Probe | None = None  # None for blocks, the head, and where probes were not run
     by_member_gap: str = ""  # verdict of the stricter gate; "" where it was not run
     blocks: tuple[StageRisk, ...] = ()
 
@@ -107,7 +106,7 @@ class RiskReport:
             f"{'stage':<24}{'AUC rms':<22}{'AUC cosine':<22}{'distance':<11}{'probe':<22}{'member gap':<25}{'strict':<10}"
         ]
         for s in self.stages:
-            probe, gap = (f"{e.value:.3f} [{e.low:.3f}, {e.high:.3f}]" if e else "-" for e in (s.probe, s.member_gap))
+            probe, gap = (str(s.probe.accuracy), str(s.probe.member_gap)) if s.probe else ("-", "-")
             rms, cosine = (str(s.distances[metric].auc) for metric in METRICS)
             mark = "  <- cut" if s.name == self.cut else ""
             lines.append(
@@ -130,14 +129,9 @@ def _stage_dict(stage: StageRisk) -> dict:
             m: {"auc": d.auc.to_dict(), "ks": d.ks, "ks_p": d.ks_p, "effect": list(d.effect)}
             for m, d in stage.distances.items()
         },
-        **{
-            name: asdict(value) if value else None
-            for name, value in (
-                ("probe", stage.probe),
-                ("probe_gain", stage.probe_gain),
-                ("member_gap", stage.member_gap),
-            )
-        },
+        "probe": stage.probe and stage.probe.accuracy.to_dict(),
+        "probe_gain": stage.probe and stage.probe.gain and stage.probe.gain.to_dict(),
+        "member_gap": stage.probe and stage.probe.member_gap.to_dict(),
         "blocks": [_stage_dict(block) for block in stage.blocks],
     }
 
@@ -154,6 +148,7 @@ def localize(
     probes: bool = True,
     probe_samples: int = 2000,
     batch_size: int = 128,
+    workers: int = 0,
     seed: int = 0,
     parts: Sequence[Stage] | None = None,
     check_initial_weights: bool = True,
@@ -169,8 +164,8 @@ def localize(
     _check_pair(full, half, check_initial_weights)
     parts = list(parts or stages(full, seen[0][0].shape))
     blocks = [block for stage in parts for block in stage.blocks]
-    raw_seen, right_seen = distances(full, half, blocks, seen, batch_size)
-    raw_unseen, right_unseen = distances(full, half, blocks, unseen, batch_size)
+    raw_seen, right_seen = distances(full, half, blocks, seen, batch_size, workers)
+    raw_unseen, right_unseen = distances(full, half, blocks, unseen, batch_size, workers)
     train_accuracy = {
         "full": _pooled_accuracy(right_seen["full"], right_unseen["full"]),
         "half": _pooled_accuracy(right_seen["half"]),
@@ -184,17 +179,19 @@ def localize(
         found = disparity[boundary.name]
         return StageRisk(part.name, found, _judge([found[m].effect for m in METRICS], delta, powered), **more)
 
-    found = (
-        _Probes(full, half, parts, seen, unseen, held_out, probe_samples, batch_size, seed)
+    body = [stage for stage in parts if stage.name != HEAD]
+    probed = (
+        probe(full, half, body, seen, unseen, held_out, probe_samples, batch_size, workers, seed)
         if probes and held_out is not None
-        else None
+        else {}
     )
     risks = tuple(
         judged(
             stage,
             stage.blocks[-1],
+            probe=probed.get(stage.name),
+            by_member_gap=_gap_verdict(probed.get(stage.name), delta, powered),
             blocks=tuple(judged(block, block) for block in stage.blocks) if len(stage.blocks) > 1 else (),
-            **(found.of(stage, delta, powered) if found else {}),
         )
         for stage in parts
     )
@@ -219,13 +216,14 @@ def localize(
 
 
 @torch.no_grad()
-def distances(full: nn.Module, half: nn.Module, parts: Sequence[Stage], data: Dataset, batch_size: int = 128):
+def distances(
+    full: nn.Module, half: nn.Module, parts: Sequence[Stage], data: Dataset, batch_size: int = 128, workers: int = 0
+):
     """Per sample and part: RMS and cosine distance of the two models' features; per sample: was each model right.
 
     Streamed: only scalars are kept. Returns ({part: {metric: (n,)}}, {"full": (n,) bool, "half": (n,) bool}).
     """
     full.eval(), half.eval()
-    device = next(full.parameters()).device
     waiting: dict[str, Tensor] = {}
     kept: dict[str, dict[str, list[Tensor]]] = {part.name: {m: [] for m in METRICS} for part in parts}
     right: dict[str, list[Tensor]] = {"full": [], "half": []}
@@ -240,8 +238,7 @@ def distances(full: nn.Module, half: nn.Module, parts: Sequence[Stage], data: Da
         kept[name]["cosine"].append(cosine.cpu())
 
     with watch([p.on(full) for p in parts], remember), watch([p.on(half) for p in parts], compare):
-        for inputs, targets, _ in DataLoader(data, batch_size=batch_size):
-            inputs, targets = inputs.to(device), targets.to(device)
+        for inputs, targets in batches(data, full, batch_size, workers):
             right["full"].append((full(inputs).argmax(1) == targets).cpu())
             right["half"].append((half(inputs).argmax(1) == targets).cpu())
     gathered = {
@@ -272,105 +269,6 @@ def _pooled_accuracy(*right: np.ndarray) -> Estimate:
     return proportion(int(together.sum()), len(together))
 
 
-# --- probes --------------------------------------------------------------------------------------
-
-
-class _Probes:
-    """Linear SVMs on pooled features: what generalises (the paper's), and what members get extra (stricter)."""
-
-    def __init__(self, full, half, parts, seen, unseen, held_out, samples, batch_size, seed):
-        rng = np.random.default_rng(seed)
-        self.parts = [stage for stage in parts if stage.name != HEAD]
-        seen, unseen, held_out = (_sample(d, samples, rng) for d in (seen, unseen, indexed(held_out)))
-        pooled = {
-            (model, which): pooled_features(m, self.parts, data, batch_size)
-            for model, m, which, data in (
-                ("full", full, "seen", seen),
-                ("full", full, "unseen", unseen),
-                ("full", full, "held_out", held_out),
-                ("half", half, "seen", seen),
-                ("half", half, "unseen", unseen),
-                ("half", half, "held_out", held_out),
-            )
-        }
-        self.right: dict[str, np.ndarray] = {}  # held-out samples that the probe on M_all gets right
-        self.gap: dict[str, Estimate] = {}
-        for stage in self.parts:
-
-            def x(model, which):
-                return pooled[model, which][0][stage.name]
-
-            y = {which: pooled["full", which][1] for which in ("seen", "unseen", "held_out")}
-            train_x, train_y = (
-                np.concatenate([x("full", "seen"), x("full", "unseen")]),
-                np.concatenate([y["seen"], y["unseen"]]),
-            )
-            self.right[stage.name] = fit_svm(train_x, train_y, seed)(x("full", "held_out")) == y["held_out"]
-            guess = fit_svm(x("half", "unseen"), y["unseen"], seed)
-            hits = {which: int((guess(x("half", which)) == y[which]).sum()) for which in ("seen", "held_out")}
-            self.gap[stage.name] = rate_difference(hits["seen"], len(y["seen"]), hits["held_out"], len(y["held_out"]))
-
-    def of(self, stage: Stage, delta: float, powered: bool) -> dict:
-        if stage.name not in self.right:
-            return {}
-        names = [part.name for part in self.parts]
-        position = names.index(stage.name)
-        right, gap = self.right[stage.name], self.gap[stage.name]
-        gain = _paired_gain(right, self.right[names[position - 1]]) if position else None
-        return {
-            "probe": proportion(int(right.sum()), len(right)),
-            "probe_gain": gain,
-            "member_gap": gap,
-            "by_member_gap": _judge([(gap.low, gap.high)], delta, powered),
-        }
-
-
-def _paired_gain(right: np.ndarray, before: np.ndarray) -> Estimate:
-    """Accuracy gained over the stage before, on the same samples: mean of the differences, normal interval."""
-    difference = right.astype(float) - before.astype(float)
-    half = 1.959964 * difference.std(ddof=1) / len(difference) ** 0.5
-    return Estimate(float(difference.mean()), float(difference.mean() - half), float(difference.mean() + half))
-
-
-def _sample(data: Dataset, most: int, rng) -> Dataset:
-    if len(data) <= most:
-        return data
-    return torch.utils.data.Subset(data, np.sort(rng.choice(len(data), most, replace=False)).tolist())
-
-
-@torch.no_grad()
-def pooled_features(model: nn.Module, parts: Sequence[Stage], data: Dataset, batch_size: int):
-    """({part: (n, channels)}, labels): features averaged over positions."""
-    model.eval()
-    device = next(model.parameters()).device
-    channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
-    kept: dict[str, list[np.ndarray]] = {part.name: [] for part in parts}
-    labels = []
-
-    def pool(name: str, features: Tensor) -> None:
-        if features.ndim == 4:
-            features = features.mean((1, 2) if channels_last else (2, 3))
-        elif features.ndim == 3:  # tokens: (n, tokens, channels)
-            features = features.mean(1)
-        kept[name].append(features.flatten(1).float().cpu().numpy())
-
-    with watch([p.on(model) for p in parts], pool):
-        for inputs, targets, _ in DataLoader(data, batch_size=batch_size):
-            model(inputs.to(device))
-            labels.append(targets.numpy())
-    return {name: np.concatenate(values) for name, values in kept.items()}, np.concatenate(labels)
-
-
-def fit_svm(x: np.ndarray, y: np.ndarray, seed: int) -> Callable[[np.ndarray], np.ndarray]:
-    """A linear SVM on standardised features; returns its predictor."""
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-    from sklearn.svm import LinearSVC
-
-    # C below 1: features outnumber what a few thousand samples can pin down
-    return make_pipeline(StandardScaler(), LinearSVC(C=0.01, random_state=seed, max_iter=5000)).fit(x, y).predict
-
-
 # --- verdicts ------------------------------------------------------------------------------------
 
 
@@ -379,6 +277,10 @@ def _judge(effects: Sequence[tuple[float, float]], delta: float, powered: bool) 
     if any(low > delta for low, _ in effects):
         return RISKY
     return SAFE if powered and all(high < delta for _, high in effects) else UNDECIDED
+
+
+def _gap_verdict(probe: Probe | None, delta: float, powered: bool) -> str:
+    return "" if probe is None else _judge([(probe.member_gap.low, probe.member_gap.high)], delta, powered)
 
 
 def _cut(verdicts: Sequence[tuple[str, str]]) -> str:
@@ -392,64 +294,73 @@ def _cut(verdicts: Sequence[tuple[str, str]]) -> str:
 def _stall(risks: Sequence[StageRisk]) -> str:
     """The stage after the last one whose probe gain is significant."""
     probed = [r for r in risks if r.probe is not None]
-    growing = [i for i, r in enumerate(probed) if r.probe_gain is not None and r.probe_gain.low > 0]
+    growing = [i for i, r in enumerate(probed) if r.probe.gain is not None and r.probe.gain.low > 0]
     if not probed or (growing and growing[-1] == len(probed) - 1):
         return ""
     return probed[growing[-1] + 1].name if growing else probed[0].name
 
 
 def _notes(risks, cut, strict, stall, accuracy, powered, delta, parts) -> tuple[str, ...]:
-    names = [r.name for r in risks]
-    found = []
+    """Everything a reader must know to trust the verdicts, in plain words."""
+    return (
+        *_power_notes(accuracy, powered),
+        *(note for r in risks[:-1] for note in _disagreements(r, delta, powered)),
+        *_cut_notes(risks, cut, strict, powered, delta),
+        *_probe_notes(risks, cut, stall),
+        *(f"{stage.name}: {stage.note}." for stage in parts if stage.note),
+        "Intervals cover the choice of samples, not of seeds, halves or training runs; each is for one stage alone.",
+    )
+
+
+def _power_notes(accuracy: dict[str, Estimate], powered: bool) -> Iterator[str]:
     if not powered:
-        low = ", ".join(
-            f"{name} {value.value:.1%}" for name, value in accuracy.items() if value.value < ENOUGH_ACCURACY
+        low = ", ".join(f"{name} {a.value:.1%}" for name, a in accuracy.items() if a.value < ENOUGH_ACCURACY)
+        yield (
+            f"No stage is called safe: train accuracy is below {ENOUGH_ACCURACY:.0%} ({low}), and distances show "
+            "nothing before a model has memorised. Train longer, or without augmentation."
         )
-        found.append(
-            f"No stage is called safe: train accuracy is below {ENOUGH_ACCURACY:.0%} ({low}), and distances show nothing before a model has "
-            "memorised. Train longer, or without augmentation."
-        )
-    for r in risks[:-1]:
-        verdicts = {m: _judge([r.distances[m].effect], delta, powered) for m in METRICS}
-        if verdicts["rms"] != verdicts["cosine"]:
-            found.append(
-                f"{r.name}: the metrics disagree, RMS says {verdicts['rms']}, cosine says {verdicts['cosine']}; the worse counts."
-            )
-        for m in METRICS:
-            if r.distances[m].auc.high < 0.5 - delta:
-                found.append(
-                    f"{r.name}: the {m} distance is inverted (AUC {r.distances[m].auc}): seen samples lie further apart than unseen ones."
-                )
-        if r.by_member_gap and r.by_member_gap != r.by_distance:
-            found.append(f"{r.name}: {r.by_distance} by distance, {r.by_member_gap} by member gap ({r.member_gap}).")
-    position = 0 if cut == SCRATCH else names.index(cut)
-    for r in risks[:position]:
+
+
+def _disagreements(r: StageRisk, delta: float, powered: bool) -> Iterator[str]:
+    rms, cosine = (_judge([r.distances[metric].effect], delta, powered) for metric in METRICS)
+    if rms != cosine:
+        yield f"{r.name}: the metrics disagree, RMS says {rms}, cosine says {cosine}; the worse counts."
+    for metric in METRICS:
+        found = r.distances[metric].auc
+        if found.high < 0.5:
+            yield f"{r.name}: the {metric} distance is inverted (AUC {found}): seen samples lie further apart than unseen ones."
+    if r.by_member_gap and r.by_member_gap != r.by_distance:
+        yield f"{r.name}: {r.by_distance} by distance, {r.by_member_gap} by member gap ({r.probe.member_gap})."
+
+
+def _cut_notes(risks: Sequence[StageRisk], cut: str, strict: str, powered: bool, delta: float) -> Iterator[str]:
+    names = [r.name for r in risks]
+    for r in risks[: 0 if cut == SCRATCH else names.index(cut)]:
         if r.by_distance == RISKY:
-            found.append(
-                f"{r.name} is risky but a later stage is safe again, so it stays frozen: to a white-box attacker its weights may still leak; use --cut {r.name} to retrain it."
+            yield (
+                f"{r.name} is risky but a later stage is safe again, so it stays frozen: to a white-box attacker its "
+                f"weights may still leak; use --cut {r.name} to retrain it."
             )
     if cut != strict:
-        found.append(f"The stricter gate would cut earlier: at {strict} instead of {cut} (use --cut strict).")
-    if any(r.probe for r in risks):
-        if not stall:
-            found.append(
-                "The probe gains accuracy up to the last stage: it does not stall where the disparity starts, unlike in the paper."
-            )
-        else:
-            agrees = stall == cut
-            found.append(
-                f"Probe accuracy stops growing at {stall}, and the cut is {cut}: "
-                + ("the two agree, as in the paper." if agrees else "the two disagree.")
-            )
+        where = "before the first stage" if strict == SCRATCH else f"at {strict}"
+        yield f"The stricter gate would cut earlier: {where} instead of at {cut} (use --cut strict)."
     if cut == SCRATCH and powered:
-        found.append(
-            f"No stage can be called safe at delta {delta:g} with this many samples: the whole model would be retrained. More samples narrow the intervals; a larger delta accepts more."
+        yield (
+            f"No stage can be called safe at delta {delta:g} with this many samples: the whole model would be "
+            "retrained. More samples narrow the intervals; a larger delta accepts more."
         )
-    found += [f"{stage.name}: {stage.note}." for stage in parts if stage.note]
-    found.append(
-        "Intervals cover the choice of samples, not of seeds, halves or training runs; each is for one stage alone."
-    )
-    return tuple(found)
+
+
+def _probe_notes(risks: Sequence[StageRisk], cut: str, stall: str) -> Iterator[str]:
+    if not any(r.probe for r in risks):
+        return
+    if not stall:
+        yield "The probe gains accuracy up to the last stage: it does not stall where the disparity starts, unlike in the paper."
+    elif stall == risks[0].name:
+        yield "Probe accuracy does not grow significantly after the first stage, so it says nothing about the cut."
+    else:
+        agree = "the two agree, as in the paper." if stall == cut else "the two disagree."
+        yield f"Probe accuracy stops growing at {stall}, and the cut is {cut}: {agree}"
 
 
 # --- is this a pair? -----------------------------------------------------------------------------

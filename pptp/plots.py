@@ -120,7 +120,7 @@ def _mark_cut(axis, risk: Mapping) -> None:
     names = [stage["name"] for stage in risk["stages"]]
     position = names.index(risk["cut"]) if risk["cut"] in names else 0
     axis.axvline(position - 0.5, color=INK, linestyle="--", linewidth=1)
-    axis.annotate(" cut ", (position - 0.5, 1), xycoords=("data", "axes fraction"), ha="right", va="top", fontsize=9)
+    axis.annotate("cut", (position - 0.47, 0.97), xycoords=("data", "axes fraction"), va="top", fontsize=9)
 
 
 def probe_curve(risk: Mapping) -> str:

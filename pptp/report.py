@@ -12,6 +12,7 @@ from . import plots
 from .evaluate import MembershipScores
 from .models import atomically
 from .runs import UNDEFENDED, Run, read_json, write_json
+from .stages import SCRATCH
 
 ROC_ATTACK = "confidence"
 
@@ -48,6 +49,7 @@ def gather(run: Run) -> dict:
         "sizes": sizes,
         "classes": run.splits.classes,
         "risk": risk,
+        "controls": [name for name, plan in retrained.items() if plan["defense"] == "plain"],
         "blocks": [block for stage in risk["stages"] for block in stage["blocks"]] if risk else [],
         "retrained": retrained,
         "evaluations": evaluations,
@@ -74,12 +76,7 @@ def _show(e: dict) -> str:
 def _headline(risk, retrained, evaluations) -> list[str]:
     lines = []
     if risk:
-        where = (
-            "no stage could be called safe, so the whole model is retrained"
-            if risk["cut"] == "scratch"
-            else f"memorisation starts at {risk['cut']}; retrained: {', '.join(risk['risky'])}"
-        )
-        lines.append(f"Localisation: {where}.")
+        lines.append(_where(risk))
     if UNDEFENDED in evaluations:
         base = evaluations[UNDEFENDED]
         lines.append(
@@ -91,6 +88,17 @@ def _headline(risk, retrained, evaluations) -> list[str]:
                     f"{name}: test accuracy {_show(found['test_accuracy'])}, strongest attack AUC {_show(found['strongest']['auc'])}: {_compared(found, base)}."
                 )
     return lines or ["Nothing was evaluated yet: run pptp localize, retrain and evaluate."]
+
+
+def _where(risk: dict) -> str:
+    verdict = {stage["name"]: stage["verdict"] for stage in risk["stages"]}
+    if risk["cut"] == SCRATCH:
+        return "Localisation: no stage could be called safe by feature distance, so the cut is before all of them."
+    stricter = "agrees" if risk["strict_cut"] == risk["cut"] else f"says {risk['strict_cut']}"
+    return (
+        f"Localisation: by feature distance the first stage that is not safe is {risk['cut']} ({verdict[risk['cut']]}); "
+        f"the stricter gate {stricter}."
+    )
 
 
 def _compared(found: dict, base: dict) -> str:
@@ -121,7 +129,7 @@ def _steps(run: Run, sizes, risk, retrained) -> list[str]:
         result = plan["result"]
         frozen = (
             "nothing frozen"
-            if plan["cut"] == "scratch"
+            if plan["cut"] == SCRATCH
             else f"everything before {plan['cut']} frozen (weights and buffers checked unchanged)"
         )
         active = (
@@ -164,7 +172,7 @@ def _caveats(run: Run, retrained, evaluations) -> list[str]:
         lines.append(
             "There is no control (freeze, rewind, plain cross-entropy), so what the defense itself bought is not known."
         )
-    if retrained and not any(plan["cut"] == "scratch" and plan["defense"] != "plain" for plan in retrained.values()):
+    if retrained and not any(plan["cut"] == SCRATCH and plan["defense"] != "plain" for plan in retrained.values()):
         lines.append("The defense was not trained from scratch for comparison (retrain with --cut scratch).")
     if any(plan["defense"] != "plain" and plan["result"].get("active") == 0 for plan in retrained.values()):
         lines.append("A defense was never active: its model equals its control.")

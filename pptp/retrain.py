@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from .data import Splits, TrainingData
 from .errors import UserError
 from .models import weights_digest
+from .splits import Splits, TrainingData
 from .stages import Stage, freeze, rewind, split_at, stages, unfreeze
 from .training import Monitor, Recipe
 

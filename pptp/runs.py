@@ -30,11 +30,11 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from . import data, models
+from . import data, models, splits
 from .config import Experiment
 from .errors import UserError
 from .stages import Stage, stages
-from .training import make_optimizer
+from .training import device, make_optimizer
 
 UNDEFENDED = "undefended"
 
@@ -114,10 +114,17 @@ class Run:
         return {"img_size": e.source.img_size, "seed": e.recipe.seed, **e.model_kwargs}
 
     def _data_digest(self) -> str:
-        return hashlib.sha256(np.ascontiguousarray(self._pool[0].labels).tobytes()).hexdigest()[:16]
+        """Hash of labels and pixels (of 64 samples where the images are too many to hold)."""
+        pool = self._pool[0]
+        digest = hashlib.sha256(np.ascontiguousarray(pool.labels).tobytes())
+        rows = range(len(pool)) if hasattr(pool, "pixels") else np.linspace(0, len(pool) - 1, 64).astype(int)
+        for row in rows:
+            pixels = pool.pixels[row] if hasattr(pool, "pixels") else pool[int(row)][0]
+            digest.update(pixels.contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     @cached_property
-    def splits(self) -> data.Splits:
+    def splits(self) -> splits.Splits:
         """Drawn once and saved; afterwards read back and checked against the data."""
         pool, may_be_member = self._pool
         saved = self.path / "splits.npz"
@@ -127,13 +134,13 @@ class Run:
                     f"the data at {self.experiment.source.data!r} is not what {self.path} was made from: restore it, or start another run"
                 )
             with np.load(saved) as stored:
-                return data.from_indices(
+                return splits.from_indices(
                     pool,
                     **{name: stored[name] for name in ("h1", "h2", "reference", "nonmembers", "test")},
                     seed=self.experiment.recipe.seed,
                 )
         parts = self.experiment.parts
-        return data.split(
+        return splits.split(
             pool,
             parts.members,
             parts.reference,
@@ -168,7 +175,7 @@ class Run:
         model = models.create(self.experiment.model, self.splits.classes, **self._model_options)
         self._adapt(model, name)
         models.load_weights(model, models.read_weights(weights), weights)
-        return model.eval()
+        return model.eval().to(device(self.experiment.recipe))
 
     def _adapt(self, model: nn.Module, name: str) -> None:
         """Replay the layer swaps of a defense, so that its weights fit."""

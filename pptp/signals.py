@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from .data import indexed
+from .data import batches
 from .errors import UserError
 
 
@@ -78,12 +78,10 @@ class Known:
 def collect(model: nn.Module, data: Dataset, batch_size: int = 256, workers: int = 0) -> Signals:
     """Outputs of `model` in eval mode on un-augmented `data`, in its order."""
     model.eval()
-    device = next(model.parameters()).device
-    data = indexed(data)
     logits, labels = [], []
-    for inputs, targets, _ in DataLoader(data, batch_size=batch_size, num_workers=workers):
-        logits.append(model(inputs.to(device)).float().cpu())
-        labels.append(targets)
+    for inputs, targets in batches(data, model, batch_size, workers):
+        logits.append(model(inputs).float().cpu())
+        labels.append(targets.cpu())
     if not logits:
         raise UserError("there is no sample to query the model with")
     if any(module.training for module in model.modules()):

@@ -1,19 +1,7 @@
-"""Ordered stages and blocks of a model, freezing, rewinding, and where to cut.
-
-How the partition is found (no table of model names):
-1. names are grouped by timm's own `group_matcher` (stages: coarse, blocks: fine), or by the module
-   tree where a model has none;
-2. one forward pass is traced, and the groups are put in the order in which they run;
-3. the boundary of a group is the last module to finish before the next group starts;
-4. every boundary is *verified*: put its output for x into a forward pass on another input x', and the
-   model must answer as for x. Where it does not, something flows around the boundary, and the
-   two neighbours become one.
-This is the only file that knows how timm names things.
-"""
+"""Ordered stages and blocks of a model, freezing, rewinding, and where to cut."""
 
 from __future__ import annotations
 
-import copy
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import UserError
+from .partition import Group, partition
 
 HEAD = "head"
 SCRATCH = "scratch"
@@ -63,8 +52,8 @@ def stages(model: nn.Module, input_size: Sequence[int] | None = None) -> list[St
     input_size: (channels, height, width) of what the model will be fed; by default the size that the
     timm model was built for.
     """
-    groups = _blocks(model, tuple(input_size or _default_input_size(model)))
-    by_stage: dict[int, list[_Group]] = {}
+    groups = partition(model, tuple(input_size or _default_input_size(model)))
+    by_stage: dict[int, list[Group]] = {}
     for group in groups:
         by_stage.setdefault(group.stage, []).append(group)
     found = []
@@ -165,37 +154,6 @@ def watch(parts: Sequence[Stage], see: Callable[[str, Tensor], None]):
             handle.remove()
 
 
-# --- how the partition is found ------------------------------------------------------------------
-
-
-@dataclass
-class _Group:
-    """A block in the making. `first` and `last` are positions in the trace."""
-
-    stage: int
-    names: list[str]
-    first: int = -1
-    last: int = -1
-    boundary: tuple[str, int] = ("", 0)
-    overwritten: bool = False
-    modules: list[str] = field(default_factory=list)
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class _Event:
-    module: str
-    call: int
-    leaving: bool
-    output: object = None
-    version: int = 0
-
-    @property
-    def overwritten(self) -> bool:
-        """Whether something changed the output in place after the module returned it."""
-        return isinstance(self.output, Tensor) and self.output._version != self.version
-
-
 def _default_input_size(model: nn.Module) -> tuple[int, ...]:
     config = getattr(model, "pretrained_cfg", None) or {}
     if not config.get("input_size"):
@@ -203,285 +161,7 @@ def _default_input_size(model: nn.Module) -> tuple[int, ...]:
     return tuple(config["input_size"])
 
 
-def _blocks(model: nn.Module, input_size: tuple[int, ...]) -> list[_Group]:
-    probe = _probe_copy(model)
-    generator = torch.Generator().manual_seed(0)
-    x, other = (torch.randn(2, *input_size, generator=generator).to(_device(probe)) for _ in range(2))
-    events = _trace(probe, x)
-    groups = _in_execution_order(probe, _named_groups(probe), events)
-    groups = _join_norms(probe, groups)
-    groups = _verified(probe, groups, events, x, other)
-    _assign_modules(probe, groups, events)
-    return groups
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
-def _probe_copy(model: nn.Module) -> nn.Module:
-    """A copy to trace, with no zero scale left (last BatchNorm gamma, LayerScale): zeros hide data flow."""
-    probe = copy.deepcopy(model).eval().requires_grad_(False).float()
-    generator = torch.Generator().manual_seed(1)
-    for parameter in probe.parameters():
-        if parameter.ndim <= 1 or not parameter.any():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.device))
-    return probe
-
-
-def _trace(model: nn.Module, x: Tensor) -> list[_Event]:
-    """Every module entered and left during one forward pass, in order."""
-    events: list[_Event] = []
-    calls: dict[str, int] = {}
-
-    def enter(name):
-        def hook(module, inputs):
-            calls[name] = calls.get(name, -1) + 1
-            events.append(_Event(name, calls[name], False))
-
-        return hook
-
-    def leave(name):
-        def hook(module, inputs, output):
-            version = output._version if isinstance(output, Tensor) else 0
-            events.append(_Event(name, calls[name], True, output, version))
-
-        return hook
-
-    handles = []
-    for name, module in model.named_modules():
-        if name:
-            handles += [module.register_forward_pre_hook(enter(name)), module.register_forward_hook(leave(name))]
-    try:
-        with torch.no_grad():
-            model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return events
-
-
-def _all_names(model: nn.Module) -> list[str]:
-    return [n for n, _ in model.named_parameters()] + [n for n, _ in model.named_buffers()]
-
-
-def _named_groups(model: nn.Module) -> list[_Group]:
-    """Groups by name alone: timm's coarse groups as stages, its fine groups (or list items) as blocks."""
-    names = _all_names(model)
-    coarse, fine = _group_ids(model, names, coarse=True), _group_ids(model, names, coarse=False)
-    if len(set(coarse.values())) == len(set(fine.values())):
-        coarse = _merge_by_feature_info(model, coarse)
-    groups: dict[tuple, _Group] = {}
-    for stage in sorted(set(coarse.values())):
-        members = [name for name in names if coarse[name] == stage]
-        keys = {name: fine[name] for name in members}
-        if len(set(keys.values())) == 1 and 0 < stage < max(coarse.values()):
-            keys = _list_item_keys(members)
-        for name in members:
-            groups.setdefault((stage, keys[name]), _Group(stage, [])).names.append(name)
-    return list(groups.values())
-
-
-def _group_ids(model: nn.Module, names: list[str], coarse: bool) -> dict[str, int]:
-    """name -> position of its group; timm's matcher if it has one, else the children of the model."""
-    if hasattr(model, "group_matcher"):
-        from timm.models._manipulate import group_with_matcher
-
-        return group_with_matcher([(n, None) for n in names], model.group_matcher(coarse=coarse), reverse=True)
-    depth = 0  # below wrappers such as a single `self.net`
-    while len({tuple(n.split(".")[: depth + 1]) for n in names}) == 1:
-        depth += 1
-    order: dict[str, int] = {}
-    return {n: order.setdefault(".".join(n.split(".")[: depth + 1]), len(order)) for n in names}
-
-
-def _merge_by_feature_info(model: nn.Module, ids: dict[str, int]) -> dict[str, int]:
-    """Where the matcher knows one layer per group only (VGG), stages end where timm's feature_info says."""
-    info = getattr(model, "feature_info", None)
-    ends = [entry["module"] for entry in info] if isinstance(info, list) else []
-    head = max(ids.values())
-    position = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    ends = sorted(position[end] for end in ends if end in position)
-    body = sorted(set(ids.values()) - {head})
-    if not ends or len(ends) >= len(body):
-        return ids
-    first_module = {g: min(position[n.rpartition(".")[0]] for n in ids if ids[n] == g) for g in body}
-    stage_of = {g: sum(end < first_module[g] for end in ends) for g in body}
-    stage_of[head] = max(stage_of.values()) + 1
-    return {name: stage_of[g] for name, g in ids.items()}
-
-
-def _list_item_keys(names: list[str]) -> dict[str, str]:
-    """Inside one stage, `stages.1.blocks.0.norm.weight` belongs to the list item `stages.1.blocks.0`."""
-    paths = {name: name.split(".")[:-1] for name in names}
-    common = 0
-    while len({tuple(p[: common + 1]) for p in paths.values()}) == 1 and common < min(map(len, paths.values())):
-        common += 1
-
-    def key(path: list[str]) -> str:
-        for depth in range(common, len(path)):
-            if path[depth].isdigit():
-                return ".".join(path[: depth + 1])
-        return ".".join(path[: common + 1])
-
-    if not any(part.isdigit() for path in paths.values() for part in path[common:]):
-        return dict.fromkeys(names, "")
-    return {name: key(path) for name, path in paths.items()}
-
-
-def _in_execution_order(model: nn.Module, groups: list[_Group], events: list[_Event]) -> list[_Group]:
-    """Order groups by when they first run; groups that run interleaved become one."""
-    group_of = {name: i for i, group in enumerate(groups) for name in group.names}
-    owner = _sole_owner(model, group_of)
-    for position, event in enumerate(events):
-        if event.module in owner:
-            group = groups[owner[event.module]]
-            group.first = position if group.first < 0 else group.first
-            group.last = position
-    ran = sorted((g for g in groups if g.first >= 0), key=lambda g: g.first)
-    if not ran:
-        raise UserError("no parameter of this model is used in its forward pass")
-    for idle in (g for g in groups if g.first < 0):  # never called: lives with the last stage, and is retrained
-        ran[-1].names += idle.names
-    ordered = [ran[0]]
-    for group in ran[1:]:
-        if group.first < ordered[-1].last:
-            ordered[-1] = _joined(ordered[-1], group, "layers run interleaved")
-        else:
-            ordered.append(group)
-    return ordered
-
-
-def _sole_owner(model: nn.Module, group_of: dict[str, int]) -> dict[str, int]:
-    """module -> the one group that all parameters below it belong to; modules spanning groups are left out."""
-    owners: dict[str, set[int]] = {}
-    for name, group in group_of.items():
-        path = name.split(".")[:-1]
-        for depth in range(1, len(path) + 1):
-            owners.setdefault(".".join(path[:depth]), set()).add(group)
-    return {module: next(iter(groups)) for module, groups in owners.items() if len(groups) == 1}
-
-
-def _joined(a: _Group, b: _Group, note: str = "") -> _Group:
-    notes = "; ".join(dict.fromkeys(n for n in (a.note, b.note, note) if n))
-    return _Group(max(a.stage, b.stage), a.names + b.names, a.first, max(a.last, b.last), note=notes)
-
-
-def _join_norms(model: nn.Module, groups: list[_Group]) -> list[_Group]:
-    """A group of vectors only (a lone norm layer) is no block of its own: it joins its neighbour in the stage."""
-    parameters = dict(model.named_parameters())
-
-    def vectors_only(group: _Group) -> bool:
-        return all(parameters[n].ndim <= 1 for n in group.names if n in parameters)
-
-    joined = [groups[0]]
-    for group in groups[1:]:
-        if group.stage == joined[-1].stage and (vectors_only(group) or vectors_only(joined[-1])):
-            joined[-1] = _joined(joined[-1], group)
-        else:
-            joined.append(group)
-    return joined
-
-
-def _verified(model, groups: list[_Group], events: list[_Event], x: Tensor, other: Tensor) -> list[_Group]:
-    """Give each group its boundary; join it to the next where the boundary does not carry everything."""
-    with torch.no_grad():
-        answer, distractor = _logits(model(x)), _logits(model(other))
-    if torch.allclose(answer, distractor, rtol=1e-3, atol=1e-5):
-        raise UserError("this model gives the same output for two different inputs: its stages cannot be told apart")
-    done: list[_Group] = []
-    current = groups[0]
-    for following in groups[1:]:
-        leaving = _way_out(events, current.last, following.first)
-        if leaving is not None and _carries_all(model, leaving, answer, x, other):
-            current.boundary = (leaving.module, leaving.call)
-            current.overwritten = leaving.overwritten
-            done.append(current)
-            current = following
-        else:
-            crossing = current.stage != following.stage
-            current = _joined(
-                current,
-                following,
-                "joined with its neighbour: more than one tensor crosses between them" if crossing else "",
-            )
-    current.boundary = (events[-1].module, events[-1].call)
-    return [*done, current]
-
-
-def _way_out(events: list[_Event], last: int, following: int) -> _Event | None:
-    """The module whose output leaves a group that ends at `last`, when the next one starts at `following`.
-
-    It is the last to finish before the next group starts, but not a pooling that throws features away:
-    the feature map is what the paper measures, and what tells the most.
-    """
-    exits = [e for e in events[last:following] if e.leaving and isinstance(e.output, Tensor)]
-    if not exits or exits[0] is not events[last]:
-        return None
-    return [e for e in exits if e.output.numel() >= exits[0].output.numel()][-1]
-
-
-def _logits(output) -> Tensor:
-    return output[0] if isinstance(output, (tuple, list)) else output
-
-
-def _carries_all(model, leaving: _Event, answer: Tensor, x: Tensor, other: Tensor) -> bool:
-    """Whether the model, fed `other` but given this boundary's output for `x`, answers as for `x`."""
-    value = _output_at(model, leaving, x) if leaving.overwritten else leaving.output
-
-    def put(module, inputs, output):
-        return value
-
-    with torch.no_grad(), _on_call(model, leaving, put):
-        given = _logits(model(other))
-    return torch.allclose(given, answer, rtol=1e-3, atol=1e-5)
-
-
-def _output_at(model, leaving: _Event, x: Tensor) -> Tensor:
-    kept: list[Tensor] = []
-    with torch.no_grad(), _on_call(model, leaving, lambda module, inputs, output: kept.append(output.clone())):
-        model(x)
-    return kept[0]
-
-
-@contextmanager
-def _on_call(model: nn.Module, at: _Event, hook: Callable):
-    """Run a forward hook at one particular call of a module."""
-    calls = [-1]
-
-    def only_then(module, inputs, output):
-        calls[0] += 1
-        return hook(module, inputs, output) if calls[0] == at.call else None
-
-    handle = model.get_submodule(at.module).register_forward_hook(only_then)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _assign_modules(model: nn.Module, groups: list[_Group], events: list[_Event]) -> None:
-    """Every module that runs belongs to the group in whose time it was first entered."""
-    owner = _sole_owner(model, {name: i for i, group in enumerate(groups) for name in group.names})
-    has_state = {n.rpartition(".")[0] for n in _all_names(model)}
-    above_state = {".".join(n.split(".")[:depth]) for n in has_state for depth in range(1, n.count(".") + 2)}
-    ends = [_position(events, group.boundary) for group in groups]
-    entered = {}
-    for position, event in enumerate(events):
-        entered.setdefault(event.module, position)
-    for name, _ in model.named_modules():
-        if name in owner:
-            groups[owner[name]].modules.append(name)
-        elif name in entered and name not in above_state:
-            index = next((i for i, end in enumerate(ends) if entered[name] <= end), len(groups) - 1)
-            groups[index].modules.append(name)
-
-
-def _position(events: list[_Event], boundary: tuple[str, int]) -> int:
-    return next(i for i, e in enumerate(events) if e.leaving and (e.module, e.call) == boundary)
-
-
-def _label(members: Sequence[_Group], others: Iterable[_Group]) -> str:
+def _label(members: Sequence[Group], others: Iterable[Group]) -> str:
     """The shortest module path that this group has for itself, e.g. "layer1" or "features.denseblock2"."""
     elsewhere = [name for group in others for name in group.names]
     names = [name for group in members for name in group.names]
@@ -494,7 +174,7 @@ def _label(members: Sequence[_Group], others: Iterable[_Group]) -> str:
     return first
 
 
-def _to_stage(model: nn.Module, name: str, members: Sequence[_Group], all_groups: Sequence[_Group]) -> Stage:
+def _to_stage(model: nn.Module, name: str, members: Sequence[Group], all_groups: Sequence[Group]) -> Stage:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     names = [n for group in members for n in group.names]
     blocks = ()

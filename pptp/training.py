@@ -234,6 +234,13 @@ def _accelerator(recipe: Recipe):
     return accelerator
 
 
+def device(recipe: Recipe) -> torch.device:
+    """Where models run under this recipe."""
+    from accelerate import PartialState
+
+    return torch.device("cpu") if recipe.device == "cpu" else PartialState().device
+
+
 def cpu_runs_bfloat16() -> bool:
     """Tried in a child process, since a processor without it may be killed by an illegal instruction."""
     code = (

@@ -15,9 +15,12 @@ LAYERS = [
     "config",
     "models",
     "data",
+    "splits",
+    "partition",
     "stages",
     "training signals",
     "evaluate",
+    "probes",
     "localize retrain",
     "plugins",
     "runs",
@@ -25,7 +28,8 @@ LAYERS = [
     "report",
     "commands",
     "demo",
-    "cli __main__",
+    "cli",
+    "__main__",
 ]
 LEVEL = {module: level for level, names in enumerate(LAYERS) for module in names.split()}
 

@@ -10,7 +10,8 @@ from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 
 import pptp
-from pptp.data import Augmented, EvaluationDataTouched, Indexed, Pool, _stratified, crop_and_flip, digits, load
+from pptp.data import Augmented, Indexed, Pool, crop_and_flip, digits, load
+from pptp.splits import EvaluationDataTouched, _stratified
 
 
 def made_pool(counts):

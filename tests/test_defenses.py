@@ -11,9 +11,9 @@ from test_training import KillAfter, Killed
 import pptp
 from defenses import DEFENSES
 from defenses.relaxloss import VARIANTS, RelaxLoss, flattening
-from pptp.data import EvaluationDataTouched, Splits
 from pptp.models import weights_digest
 from pptp.retrain import Defense, FrozenLayersMoved
+from pptp.splits import EvaluationDataTouched, Splits
 from pptp.stages import split_at, stages
 from pptp.training import Step, fit
 

@@ -1,0 +1,206 @@
+"""Who is a member, in which half, and what a defense may never see."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from .data import Part, indexed
+from .errors import UserError
+
+PARTS = ("members", "reference", "nonmembers", "test")
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Disjoint parts of one pool. `members` is halved into h1 and h2, class by class."""
+
+    pool: Dataset = field(repr=False)
+    indices: dict[str, np.ndarray] = field(repr=False)  # h1, h2, reference, nonmembers, test
+    seed: int = 0
+
+    def __post_init__(self):
+        everything = np.concatenate(list(self.indices.values()))
+        if len(np.unique(everything)) != len(everything):
+            raise UserError(
+                "the parts of a split share samples: members, reference, nonmembers and test must be disjoint"
+            )
+
+    @property
+    def members(self) -> Part:
+        return Part(self.pool, np.sort(np.concatenate([self.indices["h1"], self.indices["h2"]])), "members")
+
+    @property
+    def h1(self) -> Part:
+        return Part(self.pool, self.indices["h1"], "h1")
+
+    @property
+    def h2(self) -> Part:
+        return Part(self.pool, self.indices["h2"], "h2")
+
+    @property
+    def reference(self) -> Part:
+        return Part(self.pool, self.indices["reference"], "reference")
+
+    @property
+    def nonmembers(self) -> Part:
+        return Part(self.pool, self.indices["nonmembers"], "nonmembers")
+
+    @property
+    def test(self) -> Part:
+        return Part(self.pool, self.indices["test"], "test")
+
+    @property
+    def classes(self) -> int:
+        return int(self.pool.labels.max()) + 1
+
+    def for_defense(self) -> TrainingData:
+        """What a defense may use: members and reference, over a pool that raises for anything else."""
+        forbidden = np.concatenate([self.indices["nonmembers"], self.indices["test"]])
+        fenced = Fenced(self.pool, forbidden)
+        return TrainingData(
+            Part(fenced, self.members.indices, "members"), Part(fenced, self.reference.indices, "reference")
+        )
+
+    def digest(self) -> str:
+        """Short hash of who is where; equal digests mean equal membership."""
+        h = hashlib.sha256()
+        for name in sorted(self.indices):
+            h.update(name.encode() + np.ascontiguousarray(self.indices[name]).tobytes())
+        return h.hexdigest()[:16]
+
+
+class EvaluationDataTouched(RuntimeError):
+    """A defense reached for samples that only the evaluation may see."""
+
+
+class Fenced(Dataset):
+    """A pool that raises when a forbidden sample is read."""
+
+    def __init__(self, pool: Dataset, forbidden: Sequence[int]):
+        self.pool, self.labels = pool, pool.labels
+        self._forbidden = set(map(int, forbidden))
+
+    def __len__(self) -> int:
+        return len(self.pool)
+
+    def __getitem__(self, index: int):
+        if int(index) in self._forbidden:
+            raise EvaluationDataTouched(
+                f"a defense read sample {index}, which belongs to the evaluation: train on members and reference only"
+            )
+        return self.pool[index]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """All that a defense is given. Python users without `Splits` may build it from their own data sets."""
+
+    members: Dataset
+    reference: Dataset | None = None
+
+    @property
+    def classes(self) -> int:
+        return int(indexed(self.members).labels.max()) + 1
+
+    def __getattr__(self, name: str):
+        if name in ("nonmembers", "test", "h1", "h2"):
+            raise EvaluationDataTouched(f"a defense asked for {name!r}: it may use members and reference only")
+        raise AttributeError(name)
+
+
+def split(
+    pool: Dataset,
+    members: float = 0.5,
+    reference: float = 0.1,
+    nonmembers: float = 0.25,
+    test: float = 0.15,
+    seed: int = 42,
+    may_be_member: np.ndarray | None = None,
+) -> Splits:
+    """Draw disjoint parts at random, class by class.
+
+    Sizes above 1 are counts, up to 1 shares of the pool. Where `may_be_member` marks a validation
+    split, members and reference come from the rest, non-members and test from it, and shares are of each side.
+    """
+    pool = indexed(pool)
+    wanted = {"members": members, "reference": reference, "nonmembers": nonmembers, "test": test}
+    two_sided = may_be_member is not None and not may_be_member.all()
+    sides = (
+        [(("members", "reference"), may_be_member), (("nonmembers", "test"), ~may_be_member)]
+        if two_sided
+        else [(PARTS, np.ones(len(pool), bool))]
+    )
+    rng = np.random.default_rng(seed)
+    drawn: dict[str, np.ndarray] = {}
+    for names, side in sides:
+        available = np.flatnonzero(side)
+        sizes = [_count(name, wanted[name], len(available)) for name in names]
+        if sum(sizes) > len(available):
+            raise UserError(
+                f"{' + '.join(f'{n} {s}' for n, s in zip(names, sizes))} = {sum(sizes)} samples, but there are {len(available)}: ask for fewer"
+            )
+        drawn |= dict(zip(names, _stratified(available, pool.labels, sizes, rng)))
+    _check_parts(drawn, pool.labels)
+    chosen = drawn.pop("members")
+    h1, h2 = _halves(chosen, pool.labels, rng)
+    return Splits(pool, {"h1": h1, "h2": h2, **drawn}, seed)
+
+
+def _count(name: str, wanted: float, available: int) -> int:
+    if wanted < 0 or (wanted > 1 and wanted != int(wanted)):
+        raise UserError(f"{name} is {wanted}: give a share between 0 and 1, or a whole number of samples")
+    return int(wanted) if wanted > 1 else int(wanted * available)
+
+
+def _stratified(available: np.ndarray, labels: np.ndarray, sizes: list[int], rng) -> list[np.ndarray]:
+    """Deal samples into parts one after another, each with its share of every class to within one sample."""
+    y = labels[available]
+    left = {c: list(rng.permutation(available[y == c])) for c in np.unique(y)}
+    parts = []
+    for size in sizes:
+        counts = np.array([len(samples) for samples in left.values()])
+        quota = size * counts / max(1, counts.sum())
+        take = np.floor(quota).astype(int)
+        by_remainder = np.lexsort((rng.random(len(take)), take - quota))  # largest remainder first, ties at random
+        take[by_remainder[: size - take.sum()]] += 1
+        parts.append(
+            np.sort(
+                np.array([samples.pop() for samples, k in zip(left.values(), take) for _ in range(k)], dtype=np.int64)
+            )
+        )
+    return parts
+
+
+def _halves(chosen: np.ndarray, labels: np.ndarray, rng) -> tuple[np.ndarray, np.ndarray]:
+    h1 = []
+    for c in np.unique(labels[chosen]):
+        mine = rng.permutation(chosen[labels[chosen] == c])
+        extra = len(mine) % 2 and rng.random() < 0.5
+        h1.append(mine[: len(mine) // 2 + int(extra)])
+    h1 = np.sort(np.concatenate(h1))
+    return h1, np.setdiff1d(chosen, h1)
+
+
+def _check_parts(parts: dict[str, np.ndarray], labels: np.ndarray) -> None:
+    for name in ("members", "nonmembers", "test"):
+        if len(parts[name]) == 0:
+            raise UserError(f"no sample is left for {name!r}: make the other parts smaller")
+    classes, counts = np.unique(labels[parts["members"]], return_counts=True)
+    absent = np.setdiff1d(np.unique(labels), classes)
+    if len(absent):
+        raise UserError(f"class {absent[0]} has no member: every class needs at least two, to be halved")
+    if counts.min() < 2:
+        raise UserError(
+            f"class {classes[counts.argmin()]} has one member: every class needs at least two, to be halved"
+        )
+
+
+def from_indices(pool: Dataset, *, h1, h2, nonmembers, test, reference=(), seed: int = 0) -> Splits:
+    """Splits that you chose yourself, as arrays of sample ids."""
+    arrays = {"h1": h1, "h2": h2, "reference": reference, "nonmembers": nonmembers, "test": test}
+    return Splits(indexed(pool), {name: np.sort(np.asarray(ids, dtype=np.int64)) for name, ids in arrays.items()}, seed)
