@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import pptp
-from pptp.runs import versions
+from pptp.runs import measured, versions
 
 CASES = (("resnet18", 32), ("resnet18", 64), ("test_vit", 64), ("convnext_atto", 64))
 
@@ -99,8 +98,10 @@ def peak_mb(samples: int) -> float:
 
 def memory_job(samples: int) -> None:
     full, half = pair("resnet18", 32)
-    pptp.localize(full, half, Made(samples, 32), Made(samples, 32), probes=False, batch_size=128)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    cost: dict[str, float] = {}
+    with measured(cost, every=0.005):  # not ru_maxrss: a child inherits its parent's
+        pptp.localize(full, half, Made(samples, 32), Made(samples, 32), probes=False, batch_size=128)
+    print(cost["peak_mb"])
 
 
 def main() -> None:
@@ -111,10 +112,10 @@ def main() -> None:
     torch.manual_seed(0)
     if given.memory_of:
         return memory_job(given.memory_of)
-    samples, rounds = (128, 1) if given.quick else (512, 5)
-    times = [time_ratio(name, size, samples, rounds) for name, size in (CASES[:1] if given.quick else CASES)]
     n = 256 if given.quick else 1000
     once, four = peak_mb(n), peak_mb(4 * n)
+    samples, rounds = (128, 1) if given.quick else (512, 5)
+    times = [time_ratio(name, size, samples, rounds) for name, size in (CASES[:1] if given.quick else CASES)]
     memory = {"n": 2 * n, "peak_mb_n": once, "peak_mb_4n": four, "ratio": four / once}
     print(
         json.dumps(

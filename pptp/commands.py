@@ -18,7 +18,7 @@ from .report import write_report
 from .retrain import retrain
 from .runs import UNDEFENDED, Run, measured, read_json, write_json, write_jsonl, write_npz
 from .stages import SCRATCH, split_at
-from .training import fit, make_optimizer
+from .training import Monitor, fit, make_optimizer
 
 ATTACK_CAVEAT = "Score attacks on one model understate what an attacker with reference models can do."
 
@@ -51,10 +51,22 @@ def _initial_model(run: Run, folder: Path):
     return model
 
 
+class _KeepWeights(Monitor):
+    """Save the weights after the listed epochs ("1,5"), for `--rewind epoch=K`."""
+
+    def __init__(self, folder: Path, epochs: str):
+        self.folder, self.epochs = folder, [int(k) for k in epochs.split(",") if k]
+
+    def after_epoch(self, model, epoch):
+        if epoch + 1 in self.epochs:
+            models.write_weights(model, self.folder / f"epoch_{epoch + 1}.safetensors")
+        return {}
+
+
 def _train_one(run: Run, name: str, part) -> None:
     folder, recipe = run.folder(name), run.experiment.recipe
     model = _initial_model(run, folder)
-    kept = [int(k) for k in run.experiment.keep_epochs.split(",") if k] if name == UNDEFENDED else []
+    keep = [_KeepWeights(folder, run.experiment.keep_epochs)] if name == UNDEFENDED else []
     cost: dict[str, float] = {}
     with measured(cost):
         history = fit(
@@ -63,8 +75,7 @@ def _train_one(run: Run, name: str, part) -> None:
             recipe,
             checkpoint=folder / "checkpoint.pt",
             title=f"{name} ({len(part)} images)",
-            keep_epochs=kept,
-            keep=lambda k: models.write_weights(model, folder / f"epoch_{k}.safetensors"),
+            monitors=keep,
         )
     write_jsonl(folder / "history.jsonl", history.rows)
     write_json(folder / "cost.json", {**cost, "training_seconds": history.summary()["seconds"]})
@@ -98,7 +109,8 @@ def _adopt(run: Run, name: str, checkpoint: str) -> None:
 
 
 def _sentence(summary: dict) -> str:
-    return f"{summary['epochs']} epochs, loss {summary['loss']:.4f}, accuracy while training {summary['accuracy']:.3f}, {summary['seconds']:.0f} s"
+    accuracy = "" if summary["accuracy"] is None else f", accuracy while training {summary['accuracy']:.3f}"
+    return f"{summary['epochs']} epochs, loss {summary['loss']:.4f}{accuracy}, {summary['seconds']:.0f} s"
 
 
 def localize_run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 
 from .errors import UserError
 
@@ -91,6 +91,12 @@ class Experiment:
     parts: Parts = Parts()
     recipe: Recipe = Recipe()
 
+    def __post_init__(self):
+        if not all(k.strip().isdigit() and 1 <= int(k) <= self.recipe.epochs for k in self.keep_epochs.split(",") if k):
+            raise UserError(
+                f"keep_epochs is {self.keep_epochs!r}: give epochs between 1 and {self.recipe.epochs}, e.g. 1,5"
+            )
+
     def to_dict(self) -> dict:
         return asdict(self)
 
@@ -129,6 +135,7 @@ def experiment(settings: Mapping[str, object]) -> Experiment:
     check_names(settings)
 
     def pick(owner):
-        return owner(**{f.name: settings[f.name] for f in fields(owner) if f.name in settings and f.name not in NESTED})
+        return owner(**{f.name: settings[f.name] for f in fields(owner) if f.name in settings})
 
-    return replace(pick(Experiment), source=pick(Source), parts=pick(Parts), recipe=pick(Recipe))
+    own = {f.name: settings[f.name] for f in fields(Experiment) if f.name in settings}
+    return Experiment(**own, source=pick(Source), parts=pick(Parts), recipe=pick(Recipe))

@@ -94,7 +94,9 @@ def _where(risk: dict) -> str:
     verdict = {stage["name"]: stage["verdict"] for stage in risk["stages"]}
     if risk["cut"] == SCRATCH:
         return "Localisation: no stage could be called safe by feature distance, so the cut is before all of them."
-    stricter = "agrees" if risk["strict_cut"] == risk["cut"] else f"says {risk['strict_cut']}"
+    stricter = {risk["cut"]: "agrees", SCRATCH: "calls no stage safe"}.get(
+        risk["strict_cut"], f"says {risk['strict_cut']}"
+    )
     return (
         f"Localisation: by feature distance the first stage that is not safe is {risk['cut']} ({verdict[risk['cut']]}); "
         f"the stricter gate {stricter}."

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -34,10 +35,20 @@ class Step:
     model: nn.Module
     inputs: Tensor  # (n, channels, h, w)
     targets: Tensor  # (n,)
-    logits: Tensor  # (n, classes)
     indices: Tensor  # (n,) sample ids
     epoch: int
     logs: dict[str, float] = field(default_factory=dict)  # a loss may add numbers; `fit` averages them per epoch
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """(n, classes); computed when first asked for, since some losses run other inputs instead."""
+        return self.model(self.inputs)
+
+    def accuracy(self) -> float | None:
+        """Of the logits, if the loss used them."""
+        if "logits" not in vars(self) or not len(self.targets):
+            return None
+        return float((self.logits.argmax(1) == self.targets).float().mean())
 
 
 Loss = Callable[[Step], Tensor]
@@ -57,6 +68,13 @@ class Monitor:
         """Numbers to add to this epoch's row of the history."""
         return {}
 
+    def state_dict(self) -> dict:
+        """What a checkpoint must hold for this monitor to go on after a kill."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Undo `state_dict`."""
+
 
 @dataclass
 class History:
@@ -75,7 +93,7 @@ class History:
         return {
             "epochs": len(self.rows),
             "loss": last["loss"],
-            "accuracy": last["accuracy"],
+            "accuracy": last.get("accuracy"),  # None where the loss ran other inputs
             "seconds": sum(row["seconds"] for row in self.rows),
             **means,
         }
@@ -91,13 +109,10 @@ def fit(
     monitors: Sequence[Monitor] = (),
     checkpoint: str | Path | None = None,
     title: str = "training",
-    keep_epochs: Sequence[int] = (),
-    keep: Callable[[int], None] | None = None,
 ) -> History:
     """Train the weights of `model` that require gradients, in place; frozen modules stay in eval mode.
 
     checkpoint: a file to resume from if it is there, rewritten after every epoch.
-    keep: called as keep(k) when k epochs are done, for each k in keep_epochs.
     """
     accelerator = _accelerator(recipe)
     data = indexed(data)
@@ -113,7 +128,7 @@ def fit(
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        saved = Checkpoint(checkpoint, model, optimizer, schedule, _fingerprint(model, data, recipe))
+        saved = Checkpoint(checkpoint, model, optimizer, schedule, monitors, _fingerprint(model, data, recipe))
         history = History(saved.resume())
         with _progress(title, recipe, loader, len(history.rows), accelerator) as bar:
             for epoch in range(len(history.rows), recipe.epochs):
@@ -128,8 +143,6 @@ def fit(
                 history.rows.append(row)
                 if accelerator.is_main_process:
                     saved.write(history.rows)
-                    if epoch + 1 in keep_epochs:
-                        keep(epoch + 1)
         accelerator.wait_for_everyone()
     accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
     model.eval()
@@ -142,8 +155,7 @@ def _epoch(accelerator, model, loader, optimizer, loss, epoch, recipe, monitors,
     seen = 0
     lr = optimizer.param_groups[0]["lr"]
     for inputs, targets, indices in loader:
-        logits = model(inputs)
-        step = Step(model, inputs, targets, logits, indices, epoch)
+        step = Step(model, inputs, targets, indices, epoch)
         value = loss(step)
         number = float(value.detach())
         if not math.isfinite(number):
@@ -157,14 +169,13 @@ def _epoch(accelerator, model, loader, optimizer, loss, epoch, recipe, monitors,
             accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], recipe.clip_grad)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        correct = float((logits.argmax(1) == targets).float().mean())
         seen += len(targets)
-        for name, amount in {"loss": number, "accuracy": correct, **step.logs}.items():
-            totals[name] = totals.get(name, 0.0) + float(amount) * len(targets)
+        for name, amount in {"loss": number, "accuracy": step.accuracy(), **step.logs}.items():
+            if amount is not None:
+                totals[name] = totals.get(name, 0.0) + float(amount) * len(targets)
         bar.update()
-        bar.set_postfix(
-            epoch=epoch + 1, loss=f"{totals['loss'] / seen:.3f}", acc=f"{totals['accuracy'] / seen:.3f}", refresh=False
-        )
+        shown = {name: f"{totals[name] / seen:.3f}" for name in ("loss", "accuracy") if name in totals}
+        bar.set_postfix(epoch=epoch + 1, **shown, refresh=False)
     return {"epoch": epoch + 1, "lr": lr, **{name: total / seen for name, total in totals.items()}}
 
 
@@ -281,6 +292,7 @@ class Checkpoint:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: object
+    monitors: Sequence[Monitor]
     fingerprint: str
 
     def resume(self) -> list[dict[str, float]]:
@@ -300,6 +312,8 @@ class Checkpoint:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
+        for monitor, its_state in zip(self.monitors, state["monitors"]):
+            monitor.load_state_dict(its_state)
         torch.set_rng_state(state["rng"])
         if torch.cuda.is_available() and state["cuda_rng"]:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
@@ -313,6 +327,7 @@ class Checkpoint:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
+            "monitors": [monitor.state_dict() for monitor in self.monitors],
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "history": history,

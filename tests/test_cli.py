@@ -262,6 +262,7 @@ def test_every_setting_is_a_flag_and_has_one_name():
         (["--members", "11"], "has one member"),
         (["--opt", "sdg"], "did you mean sgd"),
         (["--lr", "0"], "lr is 0.0"),
+        (["--keep-epochs", "1,99"], "give epochs between 1 and 12"),
         (["--model-kwargs", "colour=red"], "colour"),
         (["--full-checkpoint", "missing.pt"], "give both"),
         (["--full-checkpoint", "missing.pt", "--half-checkpoint", "missing.pt"], "no checkpoint at missing.pt"),
