@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import Recipe, Source
-    from .data import load
     from .errors import UserError
     from .evaluate import Attack, Estimate, Evaluation, MembershipScores, evaluate
     from .localize import RiskReport, StageRisk, localize
     from .models import create
     from .retrain import Defense, retrain
     from .signals import Known, Signals, collect
+    from .sources import load
     from .splits import Splits, TrainingData, from_indices, split
     from .stages import Stage, snapshot, stages
     from .training import History, Monitor, Step, fit
 
 _HOME = {
     "config": ("Recipe", "Source"),
-    "data": ("load",),
     "errors": ("UserError",),
     "evaluate": ("Attack", "Estimate", "Evaluation", "MembershipScores", "evaluate"),
     "localize": ("RiskReport", "StageRisk", "localize"),
     "models": ("create",),
     "retrain": ("Defense", "retrain"),
     "signals": ("Known", "Signals", "collect"),
+    "sources": ("load",),
     "splits": ("Splits", "TrainingData", "from_indices", "split"),
     "stages": ("Stage", "snapshot", "stages"),
     "training": ("History", "Monitor", "Step", "fit"),

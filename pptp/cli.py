@@ -39,6 +39,7 @@ HELP = {
     "workers": "data loading processes",
     "full_checkpoint": "take M_all from this file",
     "half_checkpoint": "take M_h1 from this file",
+    "splits_file": "take the parts from this .npz of sample ids (h1, h2, nonmembers, test, reference) instead of drawing them",
     "initial_checkpoint": "the weights that both started from",
     "keep_epochs": "epochs whose weights to keep for --rewind epoch=K, e.g. 1,5",
 }
@@ -147,10 +148,16 @@ def _from_yaml(path: str | None) -> dict:
 def _typed(key: str, value):
     """YAML reads 1e-3 as text: give every value the type of its setting."""
     kind, _ = flat_fields()[key]
+    if kind is str and isinstance(value, bool):  # YAML's no and yes: `amp: no`
+        return "yes" if value else "no"
     try:
-        return value if kind in (dict, bool) else kind(value)
+        typed = value if kind in (dict, bool) else kind(value)
+        fits = isinstance(typed, kind) and not (kind is int and float(value) != typed)
     except (TypeError, ValueError):
-        raise UserError(f"{key} is {value!r} in the config: it must be of type {kind.__name__}") from None
+        fits = False
+    if not fits:
+        raise UserError(f"{key} is {value!r} in the config: it must be of type {kind.__name__}")
+    return typed
 
 
 def run_command(arguments: argparse.Namespace) -> None:
@@ -198,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         print("pptp: stopped; the same command goes on from the last finished epoch", file=sys.stderr)
         return 130
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         print(
             f"pptp: the disk is full ({error.filename or os.getcwd()}): free some space and run the same command again; what was finished is kept",

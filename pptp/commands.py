@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from . import models
 from .config import Experiment, Recipe
 from .errors import UserError
-from .evaluate import Evaluation, default_attacks, evaluate
+from .evaluate import Estimate, Evaluation, default_attacks, evaluate
 from .localize import localize
 from .plugins import build, find
-from .report import write_report
+from .report import activity, write_report
 from .retrain import retrain
-from .runs import UNDEFENDED, Run, measured, read_json, write_json, write_jsonl, write_npz
+from .runs import UNDEFENDED, Run, differences, measured, read_json, write_json, write_jsonl, write_npz
 from .stages import SCRATCH, split_at
-from .training import Monitor, fit, make_optimizer
+from .training import Monitor, fit, main_process, make_optimizer
 
 ATTACK_CAVEAT = "Score attacks on one model understate what an attacker with reference models can do."
 
@@ -26,11 +28,11 @@ ATTACK_CAVEAT = "Score attacks on one model understate what an attacker with ref
 def train_run(path: str, experiment: Experiment, fresh: bool = False) -> Run:
     """M_all on the members and M_h1 on their first half, from the same initial weights."""
     run = Run.create(path, experiment, fresh)
-    run.save_splits()
-    for name, part, given in (
+    jobs = (
         (UNDEFENDED, run.splits.members, experiment.full_checkpoint),
         ("half", run.splits.h1, experiment.half_checkpoint),
-    ):
+    )
+    for name, part, given in jobs:
         if (run.folder(name) / "last.safetensors").exists():
             print(f"{run.folder(name)}: already there")
         elif given:
@@ -64,53 +66,49 @@ class _KeepWeights(Monitor):
 
 
 def _train_one(run: Run, name: str, part) -> None:
-    folder, recipe = run.folder(name), run.experiment.recipe
+    folder = run.folder(name)
     model = _initial_model(run, folder)
     keep = [_KeepWeights(folder, run.experiment.keep_epochs)] if name == UNDEFENDED else []
+    title = f"{name} ({len(part)} images)"
     cost: dict[str, float] = {}
     with measured(cost):
         history = fit(
-            model,
-            part,
-            recipe,
-            checkpoint=folder / "checkpoint.pt",
-            title=f"{name} ({len(part)} images)",
-            monitors=keep,
+            model, part, run.experiment.recipe, monitors=keep, checkpoint=folder / "checkpoint.pt", title=title
         )
+    if not main_process():
+        return
+    cost["seconds"] = history.summary()["seconds"]  # of all epochs, also of those before a resume
     write_jsonl(folder / "history.jsonl", history.rows)
-    write_json(folder / "cost.json", {**cost, "training_seconds": history.summary()["seconds"]})
-    run.save_model(
-        name,
-        model,
-        f"# {run.experiment.model}, {name}\n\nTrained by pptp without a privacy defense. It memorises; do not publish it.\n",
-    )
+    write_json(folder / "cost.json", cost)
+    card = "Trained by pptp without a privacy defense. It memorises; do not publish it."
+    run.save_model(name, model, f"# {run.experiment.model}, {name}\n\n{card}\n")
     (folder / "checkpoint.pt").unlink(missing_ok=True)
     print(f"{name}: {_sentence(history.summary())}")
 
 
 def _adopt(run: Run, name: str, checkpoint: str) -> None:
     """Take over a model that was trained elsewhere."""
-    folder = run.folder(name)
-    state = models.read_weights(checkpoint)
     model = run.fresh_model()
-    models.load_weights(model, state, checkpoint)
-    _initial_model(run, folder)
-    run.save_model(
-        name, model, f"# {run.experiment.model}, {name}\n\nTrained elsewhere, taken over by pptp from a checkpoint.\n"
-    )
+    models.load_weights(model, models.read_weights(checkpoint), checkpoint)
+    _initial_model(run, run.folder(name))
+    card = "Trained elsewhere, taken over by pptp from a checkpoint."
+    run.save_model(name, model, f"# {run.experiment.model}, {name}\n\n{card}\n")
+    known = bool(run.experiment.initial_checkpoint)
     print(
         f"{name}: taken from {checkpoint}"
-        + (
-            ""
-            if run.experiment.initial_checkpoint
-            else "; its initial weights are unknown, so a rewind goes to fresh weights of this seed"
-        )
+        + ("" if known else "; its initial weights are unknown, so a rewind goes to fresh weights of this seed")
     )
 
 
 def _sentence(summary: dict) -> str:
-    accuracy = "" if summary["accuracy"] is None else f", accuracy while training {summary['accuracy']:.3f}"
-    return f"{summary['epochs']} epochs, loss {summary['loss']:.4f}{accuracy}, {summary['seconds']:.0f} s"
+    """What a training says of itself; a defense of your own may leave things out."""
+    shown = {
+        "epochs": "{:.0f} epochs",
+        "loss": "loss {:.4f}",
+        "accuracy": "accuracy while training {:.3f}",
+        "seconds": "{:.0f} s",
+    }
+    return ", ".join(text.format(summary[key]) for key, text in shown.items() if summary.get(key) is not None)
 
 
 def localize_run(
@@ -187,12 +185,36 @@ def retrain_run(
     """`pptp retrain`: Algorithm 1 with a defense, and the same with plain cross-entropy as its control."""
     run = Run.open(path)
     recipe = retrain_recipe(run.experiment.recipe, recipe_changes)
-    jobs = [(name or _job_name(defense, cut, rewind), defense, settings)]
-    if control and defense != "plain":
-        jobs.append((f"{name}-control" if name else _job_name("plain", cut, rewind), "plain", []))
     first_stage = resolve_cut(run, cut)
-    for job, job_defense, job_settings in jobs:
-        _retrain_one(run, job, job_defense, job_settings, recipe, first_stage, rewind, fresh)
+    jobs = [
+        _Job(
+            _checked_name(name) or _job_name(defense, cut, rewind),
+            defense,
+            tuple(settings),
+            first_stage,
+            rewind,
+            recipe,
+        )
+    ]
+    if control and defense != "plain":
+        control_name = f"{name}-control" if name else _job_name("plain", cut, rewind)
+        jobs.append(_Job(control_name, "plain", (), first_stage, rewind, recipe))
+    waiting = [job for job in jobs if job.is_needed(run, fresh)]  # refuses before anything is trained or deleted
+    if waiting:
+        base = run.model(UNDEFENDED)
+        parts = run.parts(base)
+        for job in waiting:
+            job.check(run, base, parts)
+        for job in waiting:
+            _retrain_one(run, job, parts, fresh)
+
+
+def _checked_name(name: str) -> str:
+    if name and (not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name in (UNDEFENDED, "half", "full")):
+        raise UserError(
+            f"name is {name!r}: use letters, digits, dots, dashes and underscores, and not undefended, full or half"
+        )
+    return name
 
 
 def _job_name(defense: str, cut: str, rewind: str) -> str:
@@ -206,6 +228,49 @@ def retrain_recipe(trained: Recipe, changes: dict) -> Recipe:
     return replace(trained, **{"epochs": max(2, trained.epochs // 4 * 2), **changes})
 
 
+@dataclass(frozen=True)
+class _Job:
+    """One retraining: everything that decides what it makes."""
+
+    name: str
+    defense: str
+    settings: tuple[str, ...]
+    cut: str
+    rewind: str
+    recipe: Recipe
+
+    def plan(self) -> dict:
+        return {
+            "defense": self.defense,
+            "set": list(self.settings),
+            "cut": self.cut,
+            "rewind": self.rewind,
+            "recipe": asdict(self.recipe),
+        }
+
+    def is_needed(self, run: Run, fresh: bool) -> bool:
+        """False if it was done; refuses a folder that was made with other settings."""
+        folder = run.folder(self.name)
+        if fresh or not (folder / "defense.json").exists():
+            return True
+        there = read_json(folder / "defense.json", "")
+        if differences({key: there[key] for key in self.plan()}, self.plan()):
+            raise UserError(
+                f"{folder} was retrained with other settings: pass --name for another folder, or --fresh to replace it"
+            )
+        done = (folder / "last.safetensors").exists()
+        if done:
+            print(f"{folder}: already there")
+        return not done
+
+    def check(self, run: Run, base, parts) -> None:
+        """Refuse whatever cannot work."""
+        build("defenses", self.defense, self.settings).check(run.splits.classes, self.recipe)
+        split_at(parts, self.cut)
+        make_optimizer(base, self.recipe)
+        _rewind_state(run, self.rewind)
+
+
 def _rewind_state(run: Run, rewind: str):
     if rewind == "init":
         return run.initial_weights()
@@ -216,62 +281,41 @@ def _rewind_state(run: Run, rewind: str):
     raise UserError(f"rewind is {rewind!r}: it must be init, none or epoch=K")
 
 
-def _retrain_one(
-    run: Run, name: str, defense: str, settings: list[str], recipe: Recipe, cut: str, rewind: str, fresh: bool
-) -> None:
-    folder = run.folder(name)
-    if fresh:
+def _retrain_one(run: Run, job: _Job, parts, fresh: bool) -> None:
+    folder = run.folder(job.name)
+    if fresh and main_process():
         shutil.rmtree(folder, ignore_errors=True)
-    plan = {"defense": defense, "set": list(settings), "cut": cut, "rewind": rewind, "recipe": asdict(recipe)}
-    record = folder / "defense.json"
-    if record.exists():
-        there = read_json(record, "")
-        if {key: there[key] for key in plan} != plan:
-            raise UserError(
-                f"{folder} was retrained with other settings: pass --name for another folder, or --fresh to replace it"
-            )
-        if (folder / "last.safetensors").exists():
-            print(f"{folder}: already there")
-            return
-    chosen = build("defenses", defense, settings)
-    model, state = run.model(UNDEFENDED), _rewind_state(run, rewind)
-    parts = run.parts(model)
-    chosen.check(run.splits.classes, recipe), split_at(parts, cut), make_optimizer(model, recipe)  # or refuse, before
-    write_json(record, plan)
+    defense = build("defenses", job.defense, job.settings)
+    model, state = run.model(UNDEFENDED), _rewind_state(run, job.rewind)
+    write_json(folder / "defense.json", job.plan())
     cost: dict[str, float] = {}
     with measured(cost):
         result = retrain(
-            model, state, cut, chosen, run.splits, recipe, parts=parts, checkpoint=folder / "checkpoint.pt"
+            model, state, job.cut, defense, run.splits, job.recipe, parts=parts, checkpoint=folder / "checkpoint.pt"
         )
+    if not main_process():
+        return
+    cost["seconds"] = result.get("seconds", cost["seconds"])  # of all epochs, also of those before a resume
     _keep_history(folder)
-    run.save_model(name, model, _card(run, name, plan, chosen))
-    write_json(record, {**plan, "repr": repr(chosen), "result": result, "cost": cost, "splits": run.splits.digest()})
+    write_json(folder / "defense.json", {**job.plan(), "repr": repr(defense), "result": result, "cost": cost})
+    run.save_model(job.name, model, _card(run, job, defense))  # last, since weights mean "done"
     (folder / "checkpoint.pt").unlink(missing_ok=True)
-    print(f"{name}: cut {cut}, {result['retrained_share']:.1%} of the weights retrained, {_sentence(result)}")
-    if defense != "plain":
-        print(f"{name}: {_activity(result)}")
-
-
-def _activity(result: dict) -> str:
-    if "active" not in result:
-        return "the defense does not say in how many steps it was active"
-    if result["active"] == 0:
-        return "the defense was never active, so this equals its control: change its strength or train longer"
-    return f"the defense was active in {result['active']:.1%} of steps"
+    print(f"{job.name}: cut {job.cut}, {result['retrained_share']:.1%} of the weights retrained, {_sentence(result)}")
+    if job.defense != "plain":
+        print(f"{job.name}: {activity(result)}")
 
 
 def _keep_history(folder: Path) -> None:
     """The rows of every epoch, from the last checkpoint."""
-    import torch
-
     if (folder / "checkpoint.pt").exists():
         write_jsonl(folder / "history.jsonl", torch.load(folder / "checkpoint.pt", weights_only=True)["history"])
 
 
-def _card(run: Run, name: str, plan: dict, defense) -> str:
-    what = "retrained whole" if plan["cut"] == SCRATCH else f"frozen before {plan['cut']}, retrained from there on"
+def _card(run: Run, job: _Job, defense) -> str:
+    what = "retrained whole" if job.cut == SCRATCH else f"frozen before {job.cut}, retrained from there on"
     return (
-        f"---\nlibrary_name: timm\n---\n# {run.experiment.model}, {name}\n\nMade by pptp: {what}, rewound to {plan['rewind']}, under {defense!r}.\n\n"
+        f"---\nlibrary_name: timm\n---\n# {run.experiment.model}, {job.name}\n\n"
+        f"Made by pptp: {what}, rewound to {job.rewind}, under {defense!r}.\n\n"
         "It carries no differential-privacy guarantee. What attacks find is in evaluate/ of the run it comes from.\n\n"
         'Load it with `timm.create_model("local-dir:<this folder>", pretrained=True)`.\n'
     )
@@ -284,17 +328,15 @@ def evaluate_run(path: str, attack_names: list[str], fresh: bool = False) -> dic
     results = {}
     for name in run.trained_names():
         target = run.path / "evaluate" / name / "evaluation.json"
-        weights = models.weights_digest(models.read_weights(run.folder(name) / "last.safetensors"))
-        key = {"weights": weights, "splits": run.splits.digest(), "attacks": sorted(attacks)}
+        key = {"weights": run.weights_digest(name), "splits": run.splits_digest(), "attacks": sorted(attacks)}
         if target.exists() and not fresh and read_json(target, "").get("key") == key:
             results[name] = read_json(target, "")
             continue
         cost: dict[str, float] = {}
         with measured(cost):
             model, s = run.model(name), run.splits
-            found = evaluate(
-                {name: model}, s.members, s.nonmembers, s.test, attacks, workers=run.experiment.recipe.workers
-            )[name]
+            workers = run.experiment.recipe.workers
+            found = evaluate({name: model}, s.members, s.nonmembers, s.test, attacks, workers=workers)[name]
         results[name] = {**found.to_dict(), "key": key, "cost": cost}
         _save_scores(run, name, found)
         write_json(target, results[name])
@@ -318,21 +360,15 @@ def _save_scores(run: Run, name: str, found: Evaluation) -> None:
 
 def table(results: dict[str, dict]) -> str:
     """Utility and leakage of every model, one line each."""
-
-    def show(e: dict) -> str:
-        return f"{e['value']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"
-
     width = max(len(name) for name in results) + 2
     lines = [
         f"{'model':<{width}}{'train accuracy':<22}{'test accuracy':<22}{'AUC of strongest attack':<42}{'TPR at 1 % FPR':<30}"
     ]
     for name, r in results.items():
-        top = r["strongest"]
-        tpr = r["attacks"][top["attack"]]["tpr@0.01"]
-        lines.append(
-            f"{name:<{width}}{show(r['train_accuracy']):<22}{show(r['test_accuracy']):<22}"
-            f"{show(top['auc']) + ' ' + top['attack']:<42}{show(tpr)}{' (' + tpr['note'] + ')' if tpr['note'] else ''}"
-        )
+        train, test, auc = (Estimate(**e) for e in (r["train_accuracy"], r["test_accuracy"], r["strongest"]["auc"]))
+        attack = r["strongest"]["attack"]
+        tpr = Estimate(**r["attacks"][attack]["tpr@0.01"])
+        lines.append(f"{name:<{width}}{train!s:<22}{test!s:<22}{f'{auc} {attack}':<42}{tpr}")
     first = next(iter(results.values()))
     lines.append(
         f"{first['members']} members, {first['nonmembers']} non-members; 95 % intervals, AUC corrected for taking the strongest of "

@@ -64,6 +64,8 @@ class Recipe:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.seed < 0:
+            raise UserError(f"seed is {self.seed}: it must be 0 or above")
         if not self.lr > 0:
             raise UserError(f"lr is {self.lr}: it must be above 0")
         if self.device not in ("auto", "cpu"):
@@ -86,12 +88,21 @@ class Experiment:
     full_checkpoint: str = ""  # take M_all, M_h1 and the initial weights from files instead of training
     half_checkpoint: str = ""
     initial_checkpoint: str = ""
+    splits_file: str = (
+        ""  # .npz with the sample ids of h1, h2, nonmembers, test (and reference) instead of drawing them
+    )
     keep_epochs: str = ""  # early weights to keep for `--rewind epoch=k`, e.g. "1,5"
     source: Source = Source()
     parts: Parts = Parts()
     recipe: Recipe = Recipe()
 
     def __post_init__(self):
+        if bool(self.full_checkpoint) != bool(self.half_checkpoint):
+            raise UserError("give both --full-checkpoint and --half-checkpoint, or neither")
+        if self.full_checkpoint and not self.splits_file:
+            raise UserError(
+                "models trained elsewhere need --splits-file, the sample ids they were trained on: else membership would be invented"
+            )
         if not all(k.strip().isdigit() and 1 <= int(k) <= self.recipe.epochs for k in self.keep_epochs.split(",") if k):
             raise UserError(
                 f"keep_epochs is {self.keep_epochs!r}: give epochs between 1 and {self.recipe.epochs}, e.g. 1,5"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +37,12 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]" + (f" ({self.note})" if self.note else "")
+
+    @property
+    def effect(self) -> tuple[float, float]:
+        """Interval of |value - 1/2|, for an AUC: an order that is surely inverted tells as much as a right one."""
+        low, high = self.low - 0.5, self.high - 0.5
+        return max(0.0, low, -high), max(abs(low), abs(high))
 
     def to_dict(self) -> dict:
         return {"value": self.value, "low": self.low, "high": self.high, "note": self.note}
@@ -173,6 +179,11 @@ def best_threshold(scores: np.ndarray, members: np.ndarray) -> tuple[float, floa
     return float(sorted_scores[best]), float(gain[best])
 
 
+def _direction(scores: np.ndarray, members: np.ndarray) -> int:
+    """-1 where low scores mark members, as some defenses bring about; else 1."""
+    return -1 if best_threshold(-scores, members)[1] > best_threshold(scores, members)[1] else 1
+
+
 def fold_of(members: np.ndarray, folds: int, seed: int) -> np.ndarray:
     """A fold for each sample, members and non-members dealt evenly."""
     fold = np.empty(len(members), dtype=int)
@@ -227,22 +238,25 @@ class MembershipScores:
 
     def _advantage(self, guessed: np.ndarray) -> Estimate:
         hits, false_alarms = int(guessed[self.members].sum()), int(guessed[~self.members].sum())
-        return rate_difference(hits, int(self.members.sum()), false_alarms, int((~self.members).sum()))
+        # Folds share what they learn from, and the direction is learnt too: without a leak a nominal 95 % covers
+        # 0 in about 86 % of draws only, 99 % in 96 %.
+        return rate_difference(hits, int(self.members.sum()), false_alarms, int((~self.members).sum()), 0.99)
 
     def _guess(self, per_class: bool = False) -> np.ndarray:
-        """Member or not, for each sample, by thresholds from the other folds. (n,) bool"""
+        """Member or not, for each sample, by direction and thresholds from the other folds. (n,) bool"""
         fold = fold_of(self.members, self.folds, self.seed)
         guessed = np.zeros(len(self.scores), dtype=bool)
         for k in range(self.folds):
             fit, judge = fold != k, fold == k
-            overall, _ = best_threshold(self.scores[fit], self.members[fit])
-            thresholds = np.full(len(self.scores), overall)
+            scores = self.scores * _direction(self.scores[fit], self.members[fit])
+            overall, _ = best_threshold(scores[fit], self.members[fit])
+            thresholds = np.full(len(scores), overall)
             if per_class:
                 for c in np.unique(self.labels):
                     mine = fit & (self.labels == c)
                     if self.members[mine].any() and not self.members[mine].all():  # else the global one serves
-                        thresholds[self.labels == c], _ = best_threshold(self.scores[mine], self.members[mine])
-            guessed[judge] = self.scores[judge] >= thresholds[judge]
+                        thresholds[self.labels == c], _ = best_threshold(scores[mine], self.members[mine])
+            guessed[judge] = scores[judge] >= thresholds[judge]
         return guessed
 
     def roc(self) -> tuple[np.ndarray, np.ndarray]:
@@ -273,9 +287,13 @@ class Evaluation:
 
     @property
     def strongest(self) -> tuple[str, Estimate]:
-        """The attack with the highest AUC; its interval is Bonferroni-corrected for having looked at all of them."""
-        name = max(self.attacks, key=lambda a: self.attacks[a].auc.value)
-        return name, self.attacks[name].auc_at(1 - 0.05 / len(self.attacks))
+        """The attack whose AUC is furthest from 1/2, its interval Bonferroni-corrected for having looked at all of them.
+
+        An AUC surely below 1/2 is marked: such an attacker only has to turn its guess around.
+        """
+        name = max(self.attacks, key=lambda a: abs(self.attacks[a].auc.value - 0.5))
+        found = self.attacks[name].auc_at(1 - 0.05 / len(self.attacks))
+        return name, replace(found, note="inverted: low scores mark members") if found.high < 0.5 else found
 
     def to_dict(self) -> dict:
         name, estimate = self.strongest

@@ -36,12 +36,6 @@ class Disparity:
     ks: float  # Kolmogorov-Smirnov statistic
     ks_p: float
 
-    @property
-    def effect(self) -> tuple[float, float]:
-        """Interval of |AUC - 1/2|: two-sided, since norms of member features may grow and invert the order."""
-        low, high = self.auc.low - 0.5, self.auc.high - 0.5
-        return max(0.0, low, -high), max(abs(low), abs(high))
-
 
 @dataclass(frozen=True)
 class StageRisk:
@@ -49,19 +43,15 @@ class StageRisk:
 
     name: str
     distances: dict[str, Disparity]
-    by_distance: str  # verdict of the paper's gate
+    verdict: str  # verdict of the paper's gate
     probe: Probe | None = None  # None for blocks, the head, and where probes were not run
     by_member_gap: str = ""  # verdict of the stricter gate; "" where it was not run
     blocks: tuple[StageRisk, ...] = ()
 
     @property
-    def verdict(self) -> str:
-        return self.by_distance
-
-    @property
     def strict_verdict(self) -> str:
         """The worse of the two gates."""
-        found = {self.by_distance, self.by_member_gap}
+        found = {self.verdict, self.by_member_gap}
         return next(v for v in (RISKY, UNDECIDED, SAFE) if v in found)
 
 
@@ -110,7 +100,7 @@ class RiskReport:
             rms, cosine = (str(s.distances[metric].auc) for metric in METRICS)
             mark = "  <- cut" if s.name == self.cut else ""
             lines.append(
-                f"{s.name:<24}{rms:<22}{cosine:<22}{s.by_distance:<11}{probe:<22}{gap:<25}{s.strict_verdict}{mark}"
+                f"{s.name:<24}{rms:<22}{cosine:<22}{s.verdict:<11}{probe:<22}{gap:<25}{s.strict_verdict}{mark}"
             )
         accuracy = ", ".join(f"{name} {value}" for name, value in self.train_accuracy.items())
         lines += [
@@ -122,11 +112,11 @@ class RiskReport:
 def _stage_dict(stage: StageRisk) -> dict:
     return {
         "name": stage.name,
-        "verdict": stage.by_distance,
+        "verdict": stage.verdict,
         "strict_verdict": stage.strict_verdict,
         "by_member_gap": stage.by_member_gap,
         "distances": {
-            m: {"auc": d.auc.to_dict(), "ks": d.ks, "ks_p": d.ks_p, "effect": list(d.effect)}
+            m: {"auc": d.auc.to_dict(), "ks": d.ks, "ks_p": d.ks_p, "effect": list(d.auc.effect)}
             for m, d in stage.distances.items()
         },
         "probe": stage.probe and stage.probe.accuracy.to_dict(),
@@ -144,7 +134,6 @@ def localize(
     held_out: Dataset | None = None,
     *,
     delta: float = 0.05,
-    confidence: float = 0.95,
     probes: bool = True,
     probe_samples: int = 2000,
     batch_size: int = 128,
@@ -171,13 +160,11 @@ def localize(
         "half": _pooled_accuracy(right_seen["half"]),
     }
     powered = all(a.value >= ENOUGH_ACCURACY for a in train_accuracy.values())
-    disparity = {
-        name: {m: _disparity(raw_unseen[name][m], raw_seen[name][m], confidence) for m in METRICS} for name in raw_seen
-    }
+    disparity = {name: {m: _disparity(raw_unseen[name][m], raw_seen[name][m]) for m in METRICS} for name in raw_seen}
 
     def judged(part: Stage, boundary: Stage, **more) -> StageRisk:
         found = disparity[boundary.name]
-        return StageRisk(part.name, found, _judge([found[m].effect for m in METRICS], delta, powered), **more)
+        return StageRisk(part.name, found, _judge([found[m].auc.effect for m in METRICS], delta, powered), **more)
 
     body = [stage for stage in parts if stage.name != HEAD]
     probed = (
@@ -195,9 +182,9 @@ def localize(
         )
         for stage in parts
     )
-    cut = _cut([(r.name, r.by_distance) for r in risks])
+    cut = _cut([(r.name, r.verdict) for r in risks])
     strict = _cut([(r.name, r.strict_verdict) for r in risks])
-    block_cut = _cut([(b.name, b.by_distance) for r in risks for b in (r.blocks or (r,))])
+    block_cut = _cut([(b.name, b.verdict) for r in risks for b in (r.blocks or (r,))])
     stall = _stall(risks)
     notes = _notes(risks, cut, strict, stall, train_accuracy, powered, delta, parts)
     samples = {"seen": len(seen), "unseen": len(unseen), "held_out": len(held_out) if held_out is not None else 0}
@@ -259,9 +246,9 @@ def feature_distances(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return gap / p.shape[1] ** 0.5, cosine.clamp_min(0)
 
 
-def _disparity(unseen: np.ndarray, seen: np.ndarray, confidence: float) -> Disparity:
+def _disparity(unseen: np.ndarray, seen: np.ndarray) -> Disparity:
     ks = scipy_stats.ks_2samp(unseen, seen, method="asymp")
-    return Disparity(auc(unseen, seen, confidence), float(ks.statistic), float(ks.pvalue))
+    return Disparity(auc(unseen, seen), float(ks.statistic), float(ks.pvalue))
 
 
 def _pooled_accuracy(*right: np.ndarray) -> Estimate:
@@ -322,21 +309,21 @@ def _power_notes(accuracy: dict[str, Estimate], powered: bool) -> Iterator[str]:
 
 
 def _disagreements(r: StageRisk, delta: float, powered: bool) -> Iterator[str]:
-    rms, cosine = (_judge([r.distances[metric].effect], delta, powered) for metric in METRICS)
+    rms, cosine = (_judge([r.distances[metric].auc.effect], delta, powered) for metric in METRICS)
     if rms != cosine:
         yield f"{r.name}: the metrics disagree, RMS says {rms}, cosine says {cosine}; the worse counts."
     for metric in METRICS:
         found = r.distances[metric].auc
         if found.high < 0.5:
             yield f"{r.name}: the {metric} distance is inverted (AUC {found}): seen samples lie further apart than unseen ones."
-    if r.by_member_gap and r.by_member_gap != r.by_distance:
-        yield f"{r.name}: {r.by_distance} by distance, {r.by_member_gap} by member gap ({r.probe.member_gap})."
+    if r.by_member_gap and r.by_member_gap != r.verdict:
+        yield f"{r.name}: {r.verdict} by distance, {r.by_member_gap} by member gap ({r.probe.member_gap})."
 
 
 def _cut_notes(risks: Sequence[StageRisk], cut: str, strict: str, powered: bool, delta: float) -> Iterator[str]:
     names = [r.name for r in risks]
     for r in risks[: 0 if cut == SCRATCH else names.index(cut)]:
-        if r.by_distance == RISKY:
+        if r.verdict == RISKY:
             yield (
                 f"{r.name} is risky but a later stage is safe again, so it stays frozen: to a white-box attacker its "
                 f"weights may still leak; use --cut {r.name} to retrain it."
@@ -384,7 +371,7 @@ def _check_pair(full: nn.Module, half: nn.Module, check_initial_weights: bool) -
 def weight_similarity(full: nn.Module, half: nn.Module) -> float:
     """Cosine of all matrices and kernels of two models: near 0 for different seeds, far from it for the same one."""
     pairs = [
-        (p.detach().flatten().double(), q.detach().flatten().double())
+        (p.detach().cpu().flatten().double(), q.detach().cpu().flatten().double())
         for p, q in zip(full.parameters(), half.parameters())
         if p.ndim > 1
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import timm
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from .errors import UserError
@@ -109,7 +109,9 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: str | Pa
 def write_weights(model: nn.Module, path: str | Path) -> None:
     """Save the state dict as safetensors, atomically."""
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    atomically(path, lambda temporary: save_file(state, temporary))
+    atomically(
+        path, lambda temporary: temporary.write_bytes(save(state))
+    )  # save_file hides a full disk in its own error
 
 
 def weights_digest(model_or_state: nn.Module | Mapping[str, Tensor]) -> str:
@@ -129,13 +131,6 @@ def atomically(path: str | Path, write: Callable[[Path], None]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
-        temporary.chmod(0o666 & ~_umask())  # safetensors writes files that only their owner may read
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -6,6 +6,8 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import os
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +30,8 @@ def find(package: str, name: str):
     """The plug-in of that name, or what "module:attribute" points at."""
     if ":" in name:
         module_name, _, attribute = name.partition(":")
+        if os.getcwd() not in sys.path:  # a console command does not look there by itself
+            sys.path.append(os.getcwd())
         try:
             return getattr(importlib.import_module(module_name), attribute)
         except (ImportError, AttributeError) as error:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from .data import batches, indexed
+from .data import Part, batches, indexed
 from .evaluate import Estimate, proportion, rate_difference
 from .stages import Stage, watch
 
@@ -76,7 +76,7 @@ def _paired_gain(right: np.ndarray, before: np.ndarray) -> Estimate:
 def _sample(data: Dataset, most: int, rng) -> Dataset:
     if len(data) <= most:
         return data
-    return torch.utils.data.Subset(data, np.sort(rng.choice(len(data), most, replace=False)).tolist())
+    return Part(data, np.sort(rng.choice(len(data), most, replace=False)), "sample")
 
 
 @torch.no_grad()

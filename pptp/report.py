@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup
 
 from . import plots
-from .evaluate import MembershipScores
+from .evaluate import Estimate, MembershipScores
 from .models import atomically
 from .runs import UNDEFENDED, Run, read_json, write_json
 from .stages import SCRATCH
@@ -42,12 +42,12 @@ def gather(run: Run) -> dict:
     risk = run.risk() if (run.path / "risk.json").exists() else None
     retrained = {p.parent.name: read_json(p, "") for p in sorted((run.path / "retrain").glob("*/defense.json"))}
     retrained = {name: plan for name, plan in retrained.items() if "result" in plan}
-    evaluations = run.evaluations()
+    evaluations, missing = run.evaluations()
     return {
         "experiment": run.experiment.to_dict(),
         "data_name": _data_name(run),
         "sizes": sizes,
-        "classes": run.splits.classes,
+        "classes": record["classes"],
         "risk": risk,
         "controls": [name for name, plan in retrained.items() if plan["defense"] == "plain"],
         "blocks": [block for stage in risk["stages"] for block in stage["blocks"]] if risk else [],
@@ -57,7 +57,7 @@ def gather(run: Run) -> dict:
         "headline": _headline(risk, retrained, evaluations),
         "steps": _steps(run, sizes, risk, retrained),
         "costs": _costs(run, risk, retrained, evaluations),
-        "caveats": _caveats(run, retrained, evaluations),
+        "caveats": _caveats(run, retrained, missing),
         "versions": record["versions"],
     }
 
@@ -70,7 +70,16 @@ def _data_name(run: Run) -> str:
 
 
 def _show(e: dict) -> str:
-    return f"{e['value']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"
+    return str(Estimate(**e))
+
+
+def activity(result: dict) -> str:
+    """In how many steps a defense did anything, in words."""
+    if "active" not in result:
+        return "the defense does not say in how many steps it was active"
+    if result["active"] == 0:
+        return "the defense was never active, so this equals its control: change its strength or train longer"
+    return f"the defense was active in {result['active']:.1%} of steps"
 
 
 def _headline(risk, retrained, evaluations) -> list[str]:
@@ -104,11 +113,11 @@ def _where(risk: dict) -> str:
 
 
 def _compared(found: dict, base: dict) -> str:
-    """In words, by intervals: leak against the undefended model's."""
-    new, old = found["strongest"]["auc"], base["strongest"]["auc"]
-    if new["high"] < old["low"]:
+    """In words, by intervals of |AUC - 1/2|: leak against the undefended model's."""
+    new, old = (Estimate(**which["strongest"]["auc"]).effect for which in (found, base))
+    if new[1] < old[0]:
         return "it leaks less, the intervals do not overlap"
-    if new["low"] > old["high"]:
+    if new[0] > old[1]:
         return "it leaks more, the intervals do not overlap"
     return "no clear difference in leakage, the intervals overlap"
 
@@ -134,11 +143,7 @@ def _steps(run: Run, sizes, risk, retrained) -> list[str]:
             if plan["cut"] == SCRATCH
             else f"everything before {plan['cut']} frozen (weights and buffers checked unchanged)"
         )
-        active = (
-            ""
-            if plan["defense"] == "plain"
-            else f"; the defense was active in {result.get('active', float('nan')):.1%} of steps"
-        )
+        active = "" if plan["defense"] == "plain" else f"; {activity(result)}"
         lines.append(
             f"{name}: {frozen}, the rest ({result['retrained_share']:.1%} of the weights) rewound to {plan['rewind']} and retrained for "
             f"{plan['recipe']['epochs']} epochs with {plan['repr']}{active}."
@@ -157,13 +162,18 @@ def _costs(run: Run, risk, retrained, evaluations) -> list[tuple[str, dict]]:
     return rows + [(f"evaluate {name}", found["cost"]) for name, found in evaluations.items()]
 
 
-def _caveats(run: Run, retrained, evaluations) -> list[str]:
+def _caveats(run: Run, retrained, missing) -> list[str]:
     lines = [
         "Score attacks on a single model are the weakest kind: an attacker who trains reference models finds more. Low numbers here are no proof of privacy.",
         "Intervals cover the choice of images, not of seeds, splits or training runs: one run of each model was made.",
         "Frozen layers were trained on the same members without protection: a white-box attacker who reads weights or features may find what the outputs hide.",
         "No model here carries a differential-privacy guarantee.",
     ]
+    if missing:
+        lines.insert(
+            0,
+            f"Not evaluated since they were last trained, and so not shown: {', '.join(missing)} (run pptp evaluate).",
+        )
     if run.experiment.source.val_split:
         lines.append(
             "Non-members come from another split than members: what attacks find includes any difference between the two splits."
@@ -199,8 +209,10 @@ def _figures(run: Run, facts: dict) -> dict[str, str]:
 
 def _roc(run: Run, facts: dict) -> str:
     curves = {}
-    attacks = next(iter(facts["evaluations"].values()))["attacks"]
-    shown = ROC_ATTACK if ROC_ATTACK in attacks else next(iter(attacks))
+    common = set.intersection(*(set(found["attacks"]) for found in facts["evaluations"].values()))
+    if not common:
+        return ""
+    shown = ROC_ATTACK if ROC_ATTACK in common else sorted(common)[0]
     for name in facts["evaluations"]:
         with np.load(run.path / "evaluate" / name / "scores.npz") as scores:
             curves[name] = MembershipScores(scores[f"score/{shown}"], scores["members"]).roc()

@@ -24,9 +24,8 @@ class Defense(ABC):
     def check(self, classes: int, recipe: Recipe) -> None:
         """Refuse hyper-parameters that cannot work, before any training."""
 
-    def adapt(self, model: nn.Module) -> nn.Module:
-        """Swap layers where the method needs it; replayed when the retrained model is loaded."""
-        return model
+    def adapt(self, model: nn.Module) -> None:
+        """Swap layers in place where the method needs it; replayed when the retrained model is loaded."""
 
     @abstractmethod
     def train(
@@ -76,14 +75,14 @@ def retrain(
     trunk, suffix = split_at(parts, cut)
     if rewind_to is not None:
         rewind(suffix, rewind_to.state_dict() if isinstance(rewind_to, nn.Module) else rewind_to)
-    unfreeze(model)
+    wanted = {name: p.requires_grad for name, p in model.named_parameters()}
     freeze(trunk)
     before = _trunk_digest(trunk)
     try:
         defense.adapt(model)
         result = defense.train(model, data, recipe, monitors=monitors, checkpoint=checkpoint)
     finally:
-        unfreeze(model)
+        unfreeze(model, wanted)
     if _trunk_digest(trunk) != before:
         raise FrozenLayersMoved(
             f"layers before the cut {cut!r} changed while retraining under {type(defense).__name__}"

@@ -30,7 +30,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from . import data, models, splits
+from . import models, sources, splits
 from .config import Experiment
 from .errors import UserError
 from .stages import Stage, stages
@@ -66,34 +66,36 @@ class Run:
 
     @classmethod
     def _create(cls, path: Path, experiment: Experiment, fresh: bool) -> Run:
-        if fresh:
-            _clear(path)
-        if (path / "run.json").exists():
+        if (path / "run.json").exists() and not fresh:
             there = cls.open(path)
-            different = _differences(there.experiment.to_dict(), experiment.to_dict())
+            different = differences(there.experiment.to_dict(), experiment.to_dict())
             if different:
                 raise UserError(
                     f"{path} holds a run of another configuration ({'; '.join(different[:3])}): use another directory, or --fresh to start over"
                 )
             return there
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not (path / "run.json").exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path} is not empty and not a run of pptp: use another directory")
         run = cls(path, experiment)
         run._check()
-        write_json(
-            path / "run.json", {"experiment": experiment.to_dict(), "versions": versions(), "data": run._data_digest()}
-        )
+        _clear(path)
+        record = {
+            "experiment": experiment.to_dict(),
+            "versions": versions(),
+            "data": run._data_digest(),
+            "classes": run.splits.classes,
+        }
+        write_npz(path / "splits.npz", run.splits.indices)
+        write_json(path / "run.json", record)  # last, since it says that this is a run
         return run
 
     def _check(self) -> None:
         """Refuse bad data, model, optimizer or checkpoints before anything is written."""
-        given = [self.experiment.full_checkpoint, self.experiment.half_checkpoint]
-        if bool(given[0]) != bool(given[1]):
-            raise UserError("give both --full-checkpoint and --half-checkpoint, or neither")
-        self.splits
+        vars(self)["splits"] = self._draw_splits()  # anew, also where an older run left some
         model = self.fresh_model()
         make_optimizer(model, self.experiment.recipe)
-        for path in filter(None, [*given, self.experiment.initial_checkpoint]):
+        e = self.experiment
+        for path in filter(None, [e.full_checkpoint, e.half_checkpoint, e.initial_checkpoint]):
             models.load_weights(model, models.read_weights(path), path)
 
     # --- data ------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ class Run:
     @cached_property
     def _pool(self):
         mean, std = self._normalisation
-        return data.load(self.experiment.source, mean, std)
+        return sources.load(self.experiment.source, mean, std)
 
     @cached_property
     def _normalisation(self):
@@ -125,34 +127,24 @@ class Run:
 
     @cached_property
     def splits(self) -> splits.Splits:
-        """Drawn once and saved; afterwards read back and checked against the data."""
-        pool, may_be_member = self._pool
-        saved = self.path / "splits.npz"
-        if saved.exists():
-            if read_json(self.path / "run.json", "")["data"] != self._data_digest():
-                raise UserError(
-                    f"the data at {self.experiment.source.data!r} is not what {self.path} was made from: restore it, or start another run"
-                )
-            with np.load(saved) as stored:
-                return splits.from_indices(
-                    pool,
-                    **{name: stored[name] for name in ("h1", "h2", "reference", "nonmembers", "test")},
-                    seed=self.experiment.recipe.seed,
-                )
-        parts = self.experiment.parts
-        return splits.split(
-            pool,
-            parts.members,
-            parts.reference,
-            parts.nonmembers,
-            parts.test,
-            self.experiment.recipe.seed,
-            may_be_member,
-        )
+        """As saved by `pptp train`, checked against the data."""
+        if read_json(self.path / "run.json", f"pptp train {self.path}")["data"] != self._data_digest():
+            raise UserError(
+                f"the data at {self.experiment.source.data!r} is not what {self.path} was made from: restore it, or start another run"
+            )
+        return splits.from_file(self._pool[0], self.path / "splits.npz", self.experiment.recipe.seed)
 
-    def save_splits(self) -> None:
-        if not (self.path / "splits.npz").exists():
-            write_npz(self.path / "splits.npz", self.splits.indices)
+    def _draw_splits(self) -> splits.Splits:
+        pool, may_be_member = self._pool
+        e = self.experiment
+        if e.splits_file:
+            return splits.from_file(pool, e.splits_file, e.recipe.seed)
+        p = e.parts
+        return splits.split(pool, p.members, p.reference, p.nonmembers, p.test, e.recipe.seed, may_be_member)
+
+    def splits_digest(self) -> str:
+        """Of the saved splits, without reading the data."""
+        return splits.digest(splits.read_ids(self.path / "splits.npz"))
 
     # --- models ----------------------------------------------------------------------------------
 
@@ -226,9 +218,21 @@ class Run:
     def risk(self) -> dict:
         return read_json(self.path / "risk.json", f"pptp localize {self.path}")
 
-    def evaluations(self) -> dict[str, dict]:
-        found = {p.parent.name: read_json(p, "") for p in (self.path / "evaluate").glob("*/evaluation.json")}
-        return {name: found[name] for name in self.trained_names() if name in found}
+    def weights_digest(self, name: str) -> str:
+        return models.weights_digest(models.read_weights(self.folder(name) / "last.safetensors"))
+
+    def evaluations(self) -> tuple[dict[str, dict], list[str]]:
+        """Evaluations of the models as they are now, and the names of models that were not evaluated since they changed."""
+        current, missing = {}, []
+        for name in self.trained_names():
+            target = self.path / "evaluate" / name / "evaluation.json"
+            found = read_json(target, "") if target.exists() else {"key": {}}
+            now = {"weights": self.weights_digest(name), "splits": self.splits_digest()}
+            if {part: found["key"].get(part) for part in now} == now:
+                current[name] = found
+            else:
+                missing.append(name)
+        return current, missing
 
 
 def _link(source: Path, target: Path) -> None:
@@ -238,20 +242,19 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _differences(old: Mapping, new: Mapping) -> list[str]:
+def differences(old: Mapping, new: Mapping) -> list[str]:
     found = []
+    new = json.loads(json.dumps(new))  # as the saved one was: tuples have become lists
     for key in new:
         if isinstance(new[key], Mapping) and key != "model_kwargs":
-            found += _differences(old.get(key, {}), new[key])
-        elif old.get(key) != new[key] and key not in ("workers", "device"):
+            found += differences(old.get(key, {}), new[key])
+        elif old.get(key) != new[key] and key not in ("workers", "device", "download"):
             found.append(f"{key} was {old.get(key)!r}, now {new[key]!r}")
     return found
 
 
 def _clear(path: Path) -> None:
     """Remove what pptp made in a run directory, and nothing else."""
-    if path.exists() and any(path.iterdir()) and not (path / "run.json").exists():
-        raise UserError(f"{path} is not a run of pptp, so --fresh will not clear it: use another directory")
     for name in ("full", "half", "retrain", "evaluate"):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in ("run.json", "splits.npz", "risk.json", "distances.npz", "report.html", "report.json"):

@@ -47,10 +47,6 @@ class Signals:
         """(n, classes) in float64: in float32 confident probabilities are all 1."""
         return self.logits.double().log_softmax(1)
 
-    @property
-    def accuracy(self) -> float:
-        return float((self.logits.argmax(1) == self.labels).double().mean())
-
 
 def join(a: Signals, b: Signals) -> Signals:
     """Samples of `a`, then of `b`."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -67,11 +69,7 @@ class Splits:
         )
 
     def digest(self) -> str:
-        """Short hash of who is where; equal digests mean equal membership."""
-        h = hashlib.sha256()
-        for name in sorted(self.indices):
-            h.update(name.encode() + np.ascontiguousarray(self.indices[name]).tobytes())
-        return h.hexdigest()[:16]
+        return digest(self.indices)
 
 
 class EvaluationDataTouched(RuntimeError):
@@ -103,9 +101,12 @@ class TrainingData:
     members: Dataset
     reference: Dataset | None = None
 
+    def __post_init__(self):
+        object.__setattr__(self, "members", indexed(self.members))  # once, so that labels are read once
+
     @property
     def classes(self) -> int:
-        return int(indexed(self.members).labels.max()) + 1
+        return int(self.members.labels.max()) + 1
 
     def __getattr__(self, name: str):
         if name in ("nonmembers", "test", "h1", "h2"):
@@ -204,3 +205,36 @@ def from_indices(pool: Dataset, *, h1, h2, nonmembers, test, reference=(), seed:
     """Splits that you chose yourself, as arrays of sample ids."""
     arrays = {"h1": h1, "h2": h2, "reference": reference, "nonmembers": nonmembers, "test": test}
     return Splits(indexed(pool), {name: np.sort(np.asarray(ids, dtype=np.int64)) for name, ids in arrays.items()}, seed)
+
+
+def read_ids(path: str | Path) -> dict[str, np.ndarray]:
+    """Sample ids of each part from an .npz file."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            ids = {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"cannot read sample ids from {path}: {error}") from error
+    missing = {"h1", "h2", "nonmembers", "test"} - set(ids)
+    if missing:
+        raise UserError(f"{path} has no ids for {', '.join(sorted(missing))}: it needs h1, h2, nonmembers and test")
+    return {
+        name: ids.get(name, np.empty(0, np.int64)).astype(np.int64)
+        for name in ("h1", "h2", "reference", "nonmembers", "test")
+    }
+
+
+def from_file(pool: Dataset, path: str | Path, seed: int = 0) -> Splits:
+    """Splits that were saved, or that you wrote yourself; ids count the samples of the data set from 0."""
+    ids = read_ids(path)
+    largest = max(int(part.max(initial=-1)) for part in ids.values())
+    if largest >= len(pool):
+        raise UserError(f"{path} names sample {largest}, but the data has {len(pool)}: the ids belong to other data")
+    return from_indices(pool, **ids, seed=seed)
+
+
+def digest(indices: Mapping[str, np.ndarray]) -> str:
+    """Short hash of who is where; equal digests mean equal membership."""
+    h = hashlib.sha256()
+    for name in sorted(indices):
+        h.update(name.encode() + np.ascontiguousarray(indices[name], dtype=np.int64).tobytes())
+    return h.hexdigest()[:16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -97,9 +97,10 @@ def freeze(trunk: Iterable[Stage]) -> None:
             module.pptp_frozen = True
 
 
-def unfreeze(model: nn.Module) -> None:
-    """Undo `freeze` on the whole model."""
-    model.requires_grad_(True)
+def unfreeze(model: nn.Module, wanted: Mapping[str, bool]) -> None:
+    """Undo `freeze`: give every weight back the `requires_grad` that it had before, by name."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(wanted.get(name, True))
     for module in model.modules():
         if hasattr(module, "pptp_frozen"):
             del module.pptp_frozen

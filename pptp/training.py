@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import io
 import json
 import math
 import pickle
@@ -11,20 +12,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
 from .config import Recipe
-from .data import Augmented, indexed
+from .data import Augmented, indexed, sample_ids
 from .errors import UserError
-from .models import atomically
+from .models import atomically, weights_digest
 from .stages import train_mode
 
 
@@ -116,24 +117,25 @@ def fit(
     """
     accelerator = _accelerator(recipe)
     data = indexed(data)
+    if len(data) < 2:
+        raise UserError(f"there are {len(data)} samples to train on: at least 2 are needed")
+    views = Augmented(data, recipe.seed) if recipe.augment else data
     order = EpochOrder(len(data), recipe.seed)
-    loader = DataLoader(
-        Augmented(data, recipe.seed) if recipe.augment else data,
-        batch_size=recipe.batch_size,
-        sampler=order,
-        num_workers=recipe.workers,
-    )
+    loader = DataLoader(views, batch_sampler=Batches(order, recipe.batch_size, False), num_workers=recipe.workers)
+    fingerprint = _fingerprint(model, data, recipe, loss)
     optimizer = optimizer or make_optimizer(model, recipe)
     schedule = _schedule(optimizer, recipe)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        saved = Checkpoint(checkpoint, model, optimizer, schedule, monitors, _fingerprint(model, data, recipe))
+        saved = Checkpoint(checkpoint, model, optimizer, schedule, accelerator.scaler, monitors, fingerprint)
         history = History(saved.resume())
         with _progress(title, recipe, loader, len(history.rows), accelerator) as bar:
             for epoch in range(len(history.rows), recipe.epochs):
                 train_mode(wrapped)
                 loader.set_epoch(epoch)
+                if recipe.augment:  # accelerate reaches the sampler or the data set, not both
+                    views.set_epoch(epoch)
                 started = time.perf_counter()
                 row = _epoch(accelerator, wrapped, loader, optimizer, loss, epoch, recipe, monitors, bar)
                 schedule.step(epoch + 1)
@@ -143,10 +145,18 @@ def fit(
                 history.rows.append(row)
                 if accelerator.is_main_process:
                     saved.write(history.rows)
-        accelerator.wait_for_everyone()
+        _share_buffers(model, accelerator)
     accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
     model.eval()
     return history
+
+
+def _share_buffers(model: nn.Module, accelerator) -> None:
+    """Running statistics of the first process for all: each has seen other samples."""
+    if accelerator.num_processes > 1:
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, 0)
+    accelerator.wait_for_everyone()
 
 
 def _epoch(accelerator, model, loader, optimizer, loss, epoch, recipe, monitors, bar) -> dict[str, float]:
@@ -156,7 +166,7 @@ def _epoch(accelerator, model, loader, optimizer, loss, epoch, recipe, monitors,
     lr = optimizer.param_groups[0]["lr"]
     for inputs, targets, indices in loader:
         step = Step(model, inputs, targets, indices, epoch)
-        value = loss(step)
+        value = _checked(loss, step)
         number = float(value.detach())
         if not math.isfinite(number):
             raise UserError(
@@ -176,7 +186,28 @@ def _epoch(accelerator, model, loader, optimizer, loss, epoch, recipe, monitors,
         bar.update()
         shown = {name: f"{totals[name] / seen:.3f}" for name in ("loss", "accuracy") if name in totals}
         bar.set_postfix(epoch=epoch + 1, **shown, refresh=False)
-    return {"epoch": epoch + 1, "lr": lr, **{name: total / seen for name, total in totals.items()}}
+    means = _over_processes(accelerator, {**totals, "seen": float(seen)})
+    seen = means.pop("seen")
+    return {"epoch": epoch + 1, "lr": lr, **{name: total / seen for name, total in means.items()}}
+
+
+def _checked(loss: Loss, step: Step) -> Tensor:
+    try:
+        return loss(step)
+    except ValueError as error:
+        if "more than 1 value per channel" in str(error):
+            raise UserError(
+                "BatchNorm cannot train on a batch of one sample: raise --batch-size or --img-size"
+            ) from error
+        raise
+
+
+def _over_processes(accelerator, totals: dict[str, float]) -> dict[str, float]:
+    """Sums over all processes."""
+    if accelerator.num_processes == 1:
+        return totals
+    together = accelerator.reduce(torch.tensor(list(totals.values()), device=accelerator.device), "sum")
+    return dict(zip(totals, together.tolist()))
 
 
 class EpochOrder(Sampler):
@@ -194,6 +225,23 @@ class EpochOrder(Sampler):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         return iter(torch.randperm(self.length, generator=generator).tolist())
+
+
+class Batches(BatchSampler):
+    """Batches of `batch_size`; a last batch of one joins the one before, since BatchNorm cannot train on it."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        *body, last = super().__iter__()
+        if body and len(last) == 1 and self.batch_size > 1:
+            body[-1] = body[-1] + last
+            last = []
+        yield from body
+        if last:
+            yield last
+
+    def __len__(self) -> int:
+        joined = len(self.sampler) % self.batch_size == 1 and len(self.sampler) > self.batch_size > 1
+        return super().__len__() - joined
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -237,6 +285,9 @@ def _accelerator(recipe: Recipe):
 
     AcceleratorState._reset_state()  # it is a singleton: another precision in the same process is refused otherwise
     accelerator = Accelerator(cpu=recipe.device == "cpu", mixed_precision=recipe.amp)
+    if recipe.device == "cpu" and accelerator.device.type != "cpu":  # an earlier fit in this process chose another
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, mixed_precision=recipe.amp)
     if recipe.amp == "bf16" and accelerator.device.type == "cpu" and not cpu_runs_bfloat16():
         raise UserError("this processor dies on bfloat16: use --amp no")
     if accelerator.device.type == "cuda":
@@ -250,6 +301,13 @@ def device(recipe: Recipe) -> torch.device:
     from accelerate import PartialState
 
     return torch.device("cpu") if recipe.device == "cpu" else PartialState().device
+
+
+def main_process() -> bool:
+    """Whether this is the process that writes files, under torchrun one of several."""
+    from accelerate import PartialState
+
+    return PartialState().is_main_process
 
 
 def cpu_runs_bfloat16() -> bool:
@@ -275,13 +333,14 @@ def _progress(title: str, recipe: Recipe, loader, epochs_done: int, accelerator)
     )
 
 
-def _fingerprint(model: nn.Module, data: Dataset, recipe: Recipe) -> str:
-    """What must be the same for a checkpoint to be continued: recipe, samples, and which weights train."""
+def _fingerprint(model: nn.Module, data: Dataset, recipe: Recipe, loss: Loss) -> str:
+    """What must be the same for a checkpoint to be continued: recipe, samples, loss, starting and trained weights."""
     what = replace(recipe, device="auto", workers=0)
-    trained = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
-    samples = getattr(data, "indices", range(len(data)))
-    text = json.dumps([asdict(what), trained, [int(samples[0]), int(samples[-1]), len(samples)]])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    owner = getattr(loss, "__self__", None)  # a defense: a dataclass whose repr tells its settings
+    said = repr(owner) if is_dataclass(owner) else type(owner).__name__
+    text = json.dumps([asdict(what), trained, getattr(loss, "__name__", ""), said, weights_digest(model), len(data)])
+    return hashlib.sha256(text.encode() + sample_ids(data).tobytes()).hexdigest()[:16]
 
 
 @dataclass
@@ -292,6 +351,7 @@ class Checkpoint:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: object
+    scaler: torch.amp.GradScaler | None  # of fp16
     monitors: Sequence[Monitor]
     fingerprint: str
 
@@ -312,6 +372,8 @@ class Checkpoint:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
         for monitor, its_state in zip(self.monitors, state["monitors"]):
             monitor.load_state_dict(its_state)
         torch.set_rng_state(state["rng"])
@@ -327,9 +389,12 @@ class Checkpoint:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict() if self.scaler is not None else {},
             "monitors": [monitor.state_dict() for monitor in self.monitors],
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "history": history,
         }
-        atomically(self.path, lambda temporary: torch.save(state, temporary))
+        buffer = io.BytesIO()  # written by Python, so that a full disk is an OSError
+        torch.save(state, buffer)
+        atomically(self.path, lambda temporary: temporary.write_bytes(buffer.getbuffer()))

@@ -15,7 +15,7 @@ LAYERS = [
     "config",
     "models",
     "data",
-    "splits",
+    "sources splits",
     "partition",
     "stages",
     "training signals",

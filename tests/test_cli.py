@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -225,13 +226,30 @@ def test_own_defense_by_module_name(copy_of_run):
     assert json.loads((copy_of_run / "retrain/mine/defense.json").read_text())["defense"] == "defenses.plain:Plain"
 
 
-def test_checkpoints_trained_elsewhere_are_taken_over(run, tmp_path, capsys):
-    given = ["--full-checkpoint", run / "full/last.safetensors", "--half-checkpoint", run / "half/last.safetensors"]
+def test_checkpoints_trained_elsewhere_are_taken_over_with_their_own_membership(run, tmp_path, capsys):
+    given = [
+        "--full-checkpoint",
+        run / "full/last.safetensors",
+        "--half-checkpoint",
+        run / "half/last.safetensors",
+        "--seed",
+        "7",
+    ]
+    assert "membership would be invented" in fails(capsys, "train", tmp_path / "b", *SMALL, *given)
+    given += ["--splits-file", run / "splits.npz"]
     assert main([str(w) for w in ("train", tmp_path / "b", *SMALL, *given)]) == 0
     assert "initial weights are unknown" in capsys.readouterr().out
     assert main(["localize", str(tmp_path / "b"), "--delta", "0.2"]) == 0
     again, first = (json.loads((p / "risk.json").read_text()) for p in (tmp_path / "b", run))
-    assert again["stages"] == first["stages"]
+    distances = [[stage["distances"] for stage in risk["stages"]] for risk in (again, first)]
+    assert distances[0] == distances[1]
+
+
+def test_ids_of_other_data_are_refused(tmp_path, capsys):
+    np.savez(tmp_path / "ids.npz", h1=[0, 1], h2=[2, 3], nonmembers=[5000], test=[7])
+    assert "names sample 5000, but the data has 1797" in fails(
+        capsys, "train", tmp_path / "r", *SMALL, "--splits-file", tmp_path / "ids.npz"
+    )
 
 
 def test_config_file_under_flags(tmp_path):
@@ -243,11 +261,14 @@ def test_config_file_under_flags(tmp_path):
     assert (recipe["lr"], recipe["batch_size"], recipe["epochs"]) == (0.001, 10, 1)
 
 
-def test_every_setting_is_a_flag_and_has_one_name():
-    from pptp.cli import HELP
+def test_no_two_settings_share_a_name_and_every_help_text_has_its_setting():
+    from dataclasses import fields
 
-    names = list(flat_fields())
-    assert len(names) == len(set(names)) and set(HELP) <= set(names)
+    from pptp.cli import HELP
+    from pptp.config import NESTED, Experiment, Parts, Recipe, Source
+
+    declared = [f.name for owner in (Experiment, Source, Parts, Recipe) for f in fields(owner) if f.name not in NESTED]
+    assert sorted(declared) == sorted(flat_fields()) and set(HELP) <= set(declared)
 
 
 # --- bad input: one sentence, exit 2, nothing lost ------------------------------------------------------------
@@ -265,7 +286,9 @@ def test_every_setting_is_a_flag_and_has_one_name():
         (["--keep-epochs", "1,99"], "give epochs between 1 and 12"),
         (["--model-kwargs", "colour=red"], "colour"),
         (["--full-checkpoint", "missing.pt"], "give both"),
-        (["--full-checkpoint", "missing.pt", "--half-checkpoint", "missing.pt"], "no checkpoint at missing.pt"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--val-split", "val"], "digits has no splits"),
+        (["--splits-file", "missing.npz"], "cannot read sample ids from missing.npz"),
     ],
 )
 def test_bad_training_input(extra, says, tmp_path, capsys):
@@ -317,7 +340,7 @@ def test_run_of_another_configuration_is_refused(copy_of_run, capsys):
 def test_folder_with_other_files_is_not_touched(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("dear")
     assert "not a run of pptp" in fails(capsys, "train", tmp_path, *SMALL)
-    assert "will not clear it" in fails(capsys, "train", tmp_path, *SMALL, "--fresh")
+    assert "not a run of pptp" in fails(capsys, "train", tmp_path, *SMALL, "--fresh")
     assert (tmp_path / "thesis.txt").read_text() == "dear"
 
 
@@ -344,17 +367,96 @@ def test_changed_data_is_refused(copy_of_run, capsys):
     assert "is not what" in fails(capsys, "evaluate", copy_of_run, "--fresh")
 
 
-def test_full_disk_keeps_what_is_there(copy_of_run, capsys, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pptp.models.save_file", full)
-    assert "the disk is full" in fails(
-        capsys, "retrain", copy_of_run, "--defense", "plain", "--cut", "head", "--epochs", "2"
-    )
-    monkeypatch.undo()
-    assert main(["retrain", str(copy_of_run), "--defense", "plain", "--cut", "head", "--epochs", "2"]) == 0
+def test_full_disk_keeps_what_is_there(copy_of_run):
+    """A real limit on what a process may write, so that the writers fail in their own way."""
+    words = ["retrain", str(copy_of_run), "--defense", "plain", "--cut", "head", "--epochs", "2"]
+    code = "import resource, sys; from pptp.cli import main; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 2 and "the disk is full" in done.stderr.splitlines()[-1], done.stderr
+    assert not list(copy_of_run.rglob("*.tmp")) and not (copy_of_run / "retrain/plain-head/last.safetensors").exists()
+    assert main(words) == 0
     assert (copy_of_run / "retrain/plain-head/last.safetensors").exists()
+
+
+@pytest.mark.parametrize("words", [
+    ["train", *SMALL, "--model", "resnet81", "--fresh"],
+    ["retrain", "--defense", "relaxloss", "--set", "alpha=99", "--cut", "layer3", "--fresh"],
+    ["retrain", "--defense", "relaxloss", "--cut", "layer3", "--epochs", "3", "--fresh"],
+])  # fmt: skip
+def test_fresh_deletes_nothing_before_the_new_settings_are_accepted(words, copy_of_run, capsys):
+    before = sorted(copy_of_run.rglob("*"))
+    fails(capsys, words[0], copy_of_run, *words[1:])
+    assert sorted(copy_of_run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["undefended", "half", ".", "../..", "a/b", "-x"])
+def test_name_cannot_reach_other_folders(name, copy_of_run, capsys):
+    before = {p: p.stat().st_mtime_ns for p in copy_of_run.rglob("*")}
+    assert "name is" in fails(
+        capsys, "retrain", copy_of_run, "--defense", "plain", "--cut", "head", f"--name={name}", "--fresh"
+    )
+    assert before == {p: p.stat().st_mtime_ns for p in copy_of_run.rglob("*")}
+
+
+def test_report_does_not_show_an_evaluation_of_other_weights(copy_of_run):
+    words = [
+        "retrain",
+        str(copy_of_run),
+        "--defense",
+        "relaxloss",
+        "--set",
+        "alpha=0.3",
+        "--cut",
+        "layer3",
+        "--epochs",
+        "4",
+        "--fresh",
+        "--no-control",
+    ]
+    assert main(words) == 0 and main(["report", str(copy_of_run)]) == 0
+    facts = json.loads((copy_of_run / "report.json").read_text())
+    assert "relaxloss-layer3" not in facts["evaluations"] and "plain-layer3" in facts["evaluations"]
+    assert "Not evaluated since they were last trained, and so not shown: relaxloss-layer3" in facts["caveats"][0]
+
+
+def test_report_survives_models_evaluated_with_different_attacks(copy_of_run):
+    assert main(["evaluate", str(copy_of_run), "--attack", "entropy"]) == 0
+    target = copy_of_run / "evaluate/undefended/evaluation.json"
+    found = json.loads(target.read_text())
+    found["attacks"] = {"other": found["attacks"]["entropy"]}
+    found["strongest"]["attack"] = "other"
+    target.write_text(json.dumps(found))
+    assert main(["report", str(copy_of_run)]) == 0
+
+
+def test_plug_ins_are_found_in_the_current_folder(copy_of_run, tmp_path):
+    """As a user starts it: the installed command, from the folder of their own file."""
+    (tmp_path / "mine.py").write_text("def half(known, query):\n    return query.logits[:, 0].double() * 0 + 0.5\n")
+    command = [str(Path(sys.executable).with_name("pptp")), "evaluate", str(copy_of_run), "--attack", "mine:half"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "0.500" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("epochs: 1.9", "epochs is 1.9"),
+        ("lr: fast", "lr is 'fast'"),
+        ("augment: 3", "augment is 3"),
+        ("- a", "must be a list of"),
+    ],
+)
+def test_config_values_of_the_wrong_kind(text, says, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text(text)
+    assert says in fails(capsys, "train", tmp_path / "r", "--config", tmp_path / "c.yaml")
+
+
+def test_yaml_no_means_the_word(tmp_path):
+    from pptp.cli import parser, settings_of
+
+    (tmp_path / "c.yaml").write_text("amp: no\n")
+    assert settings_of(parser().parse_args(["train", "r", "--config", str(tmp_path / "c.yaml")]))["amp"] == "no"
 
 
 def test_stale_evaluation_is_made_again(copy_of_run):

@@ -1,4 +1,5 @@
 import io
+import shutil
 import tarfile
 
 import numpy as np
@@ -10,7 +11,8 @@ from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 
 import pptp
-from pptp.data import Augmented, Indexed, Pool, crop_and_flip, digits, load
+from pptp.data import Augmented, Indexed, Pool, crop_and_flip
+from pptp.sources import digits, load
 from pptp.splits import EvaluationDataTouched, _stratified
 
 
@@ -162,7 +164,7 @@ def test_raw_tiny_imagenet_has_its_classes_not_one_called_images(tmp_path):
     (tmp_path / "val" / "images").mkdir(parents=True)
     rows = []
     for i, name in enumerate(["n02", "n01", "n03", "n02"]):
-        (tmp_path / "val" / "images" / f"val_{i}.JPEG").write_bytes(jpeg(i))
+        (tmp_path / "val" / "images" / f"val_{i}.JPEG").write_bytes(jpeg(150 + 10 * i))
         rows.append(f"val_{i}.JPEG\t{name}\t0\t0\t9\t9")
     (tmp_path / "val" / "val_annotations.txt").write_text("\n".join(rows))
     pool, may_be_member = load(pptp.Source(data=str(tmp_path), val_split="val", img_size=8))
@@ -178,7 +180,7 @@ def test_limits_keep_the_first_classes_and_images(tmp_path):
 def test_large_data_is_decoded_when_read(tmp_path, monkeypatch):
     write_folder(tmp_path)
     in_memory, _ = load(pptp.Source(data=str(tmp_path), img_size=8))
-    monkeypatch.setattr("pptp.data.IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("pptp.sources.IN_MEMORY_BYTES", 0)
     lazy, _ = load(pptp.Source(data=str(tmp_path), img_size=8))
     assert not hasattr(lazy, "pixels")
     assert all(torch.equal(in_memory[i][0], lazy[i][0]) and in_memory[i][1:] == lazy[i][1:] for i in range(12))
@@ -193,7 +195,7 @@ def test_one_class_is_refused(tmp_path):
 def test_splits_with_different_classes_are_refused(tmp_path):
     write_folder(tmp_path, splits=("train",), classes=("a", "b", "c"))
     write_folder(tmp_path, splits=("val",), classes=("a", "b"))
-    with pytest.raises(pptp.UserError, match="3 classes.*2"):
+    with pytest.raises(pptp.UserError, match="different classes, first 'c'"):
         load(pptp.Source(data=str(tmp_path), img_size=8, val_split="val"))
 
 
@@ -215,3 +217,48 @@ def test_torchvision_data_is_read_by_name(tmp_path):
     write_folder(tmp_path)
     pool, _ = load(pptp.Source(data="torch/image_folder", data_dir=str(tmp_path), img_size=8))
     assert len(pool) == 12 and set(pool.labels) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "layout", ["flat folder", "flat tar", "train only", "other classes", "same images", "same name"]
+)
+def test_validation_split_that_is_not_one_is_refused(tmp_path, layout):
+    """Else members would be scored as non-members, and every leak would look mended."""
+    root, val = tmp_path / "set", "val"
+    if layout in ("flat folder", "flat tar"):
+        write_folder(root, splits=(".",))
+    elif layout == "other classes":
+        write_folder(root, splits=("train",), classes=("a", "b"))
+        write_folder(root, splits=("val",), classes=("a", "d"))
+    else:
+        write_folder(root, splits=("train",))
+    if layout == "same images":
+        shutil.copytree(root / "train", root / "val")
+    if layout == "same name":
+        val = "training"
+    if layout == "flat tar":
+        with tarfile.open(tmp_path / "set.tar", "w") as tar:
+            tar.add(root, "set")
+        root = tmp_path / "set.tar"
+    with pytest.raises(pptp.UserError, match="no folder for the split|different classes|also in|are both"):
+        load(pptp.Source(data=str(root), val_split=val, img_size=8))
+
+
+def test_missing_split_is_not_replaced_by_everything(tmp_path):
+    write_folder(tmp_path, splits=("val", "test"))
+    with pytest.raises(pptp.UserError, match="no folder for the split 'train': it has test, val"):
+        load(pptp.Source(data=str(tmp_path), img_size=8))
+
+
+def test_labels_are_those_that_the_dataset_returns_not_those_it_lists():
+    class Relabelled(torch.utils.data.Dataset):
+        targets = [0] * 10
+
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, i):
+            return torch.zeros(3, 4, 4), 1
+
+    wrapped = Indexed(Relabelled())
+    assert wrapped[0][1] == 1 and set(wrapped.labels) == {1}

@@ -79,10 +79,17 @@ def test_is_deterministic_and_resumes_after_a_kill(name, trained, splits, quick,
 
 
 @each_defense
-def test_survives_batches_of_one(name, splits):
-    model = pptp.create("test_vit", 4, 32)
-    recipe = pptp.Recipe(epochs=2, batch_size=79, augment=False, lr=1e-3, opt="adamw")
-    pptp.retrain(model, None, "head", DEFENSES[name](), splits, recipe)
+def test_survives_a_last_batch_of_one(name, splits, quick):
+    recipe = pptp.Recipe(**{**vars(quick), "batch_size": 79})
+    pptp.retrain(pptp.create("resnet18", 4, 32), None, "layer4", DEFENSES[name](), splits, recipe)
+
+
+def test_weights_that_the_user_froze_stay_frozen(model, splits, quick):
+    model.layer4.requires_grad_(False)
+    before = pptp.snapshot(model)
+    pptp.retrain(model, None, "layer4", DEFENSES["plain"](), splits, quick)
+    assert not any(p.requires_grad for p in model.layer4.parameters()) and model.fc.weight.requires_grad
+    assert torch.equal(model.layer4[0].conv1.weight, before["layer4.0.conv1.weight"])
 
 
 @each_defense

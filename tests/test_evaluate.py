@@ -9,6 +9,8 @@ from torch.utils.data import TensorDataset
 
 import pptp
 from pptp.evaluate import (
+    Estimate,
+    Evaluation,
     MembershipScores,
     auc,
     best_threshold,
@@ -137,7 +139,7 @@ def test_cross_fitted_advantage_finds_nothing_where_there_is_nothing():
     for name in ("advantage", "advantage_per_class"):
         estimates = [getattr(f, name) for f in found]
         assert abs(np.mean([e.value for e in estimates])) < 0.02
-        assert np.mean([e.low > 0 for e in estimates]) <= 0.05
+        assert np.mean([e.low <= 0 <= e.high for e in estimates]) >= 0.94
 
 
 def test_per_class_thresholds_win_where_classes_differ():
@@ -147,6 +149,24 @@ def test_per_class_thresholds_win_where_classes_differ():
     found = MembershipScores(scores, members, labels)
     assert found.advantage_per_class.low > found.advantage.high
     assert found.balanced_accuracy.value == pytest.approx((1 + found.advantage.value) / 2)
+
+
+def test_inverted_leak_is_found_and_said_so():
+    """Scores that rank members lowest tell as much: the attacker turns its guess around."""
+    rng = np.random.default_rng(6)
+    members = np.repeat([True, False], 500)
+    inverted = MembershipScores(rng.normal(size=1000) - 1.5 * members, members, np.arange(1000) % 3)
+    weak = MembershipScores(rng.normal(size=1000) + 0.3 * members, members, np.arange(1000) % 3)
+    assert inverted.advantage.low > 0.3 and inverted.advantage_per_class.low > 0.3
+    some = Estimate(0.5, 0.4, 0.6)
+    name, found = Evaluation(some, some, {"weak": weak, "inverted": inverted}).strongest
+    assert name == "inverted" and found.high < 0.5 and "inverted" in found.note
+    assert found.effect[0] > weak.auc.effect[1]
+
+
+def test_effect_is_two_sided():
+    assert Estimate(0.3, 0.25, 0.35).effect == pytest.approx((0.15, 0.25))
+    assert Estimate(0.5, 0.45, 0.56).effect == pytest.approx((0.0, 0.06))
 
 
 def test_folds_are_balanced():

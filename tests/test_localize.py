@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pptp
+from pptp.data import indexed
 from pptp.evaluate import Estimate
 from pptp.localize import (
     RISKY,
@@ -15,13 +16,14 @@ from pptp.localize import (
     Disparity,
     StageRisk,
     _cut,
+    _disparity,
     _judge,
     _stall,
     distances,
     feature_distances,
     weight_similarity,
 )
-from pptp.probes import Probe, pooled_features
+from pptp.probes import Probe, _paired_gain, pooled_features, probe
 from pptp.stages import stages
 
 
@@ -178,13 +180,52 @@ def test_few_samples_leave_it_undecided_rather_than_safe():
     assert UNDECIDED in {stage.verdict for stage in report.stages}
 
 
-def test_null_verdicts_are_calibrated():
-    """Halves of one population: risky (a false alarm at delta .05) must be rare."""
-    rng = np.random.default_rng(0)
-    from pptp.localize import _disparity
+def test_member_gap_is_found_where_members_are_read_better_and_only_there():
+    """Stage two writes the label into the features of the samples that the half model saw; stage one does not."""
+    generator = torch.Generator().manual_seed(0)
 
-    effects = [_disparity(rng.normal(size=500), rng.normal(size=500), 0.95).effect for _ in range(200)]
-    assert np.mean([_judge([e], 0.05, True) == RISKY for e in effects]) <= 0.01
+    class Told(nn.Module):
+        def __init__(self, ids):
+            super().__init__()
+            self.one, self.two, self.fc = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1), nn.Linear(6, 2)
+            self.act = nn.Identity()
+            self.register_buffer("ids", ids, persistent=False)
+
+        def forward(self, x):
+            told = torch.isin(x[:, 2, 0, 0], self.ids)[:, None, None, None]
+            y = self.two(self.one(x * torch.tensor([1.0, 0, 0])[None, :, None, None]))
+            hint = x[:, 1:2] * 3 * told * torch.eye(6)[0][None, :, None, None]
+            return self.fc(self.act(y + hint).mean((2, 3)))
+
+    n = 900
+    x = torch.randn(n, 3, 2, 2, generator=generator)
+    y = torch.randint(2, (n,), generator=generator)
+    x[:, 1], x[:, 2] = (y * 2.0 - 1)[:, None, None], torch.arange(n)[:, None, None] / n
+    x[:, 0] += (0.5 * (y * 2.0 - 1))[:, None, None]  # so that a probe learns something from everyone
+    half = Told(x[:300, 2, 0, 0])
+    data = [torch.utils.data.Subset(TensorDataset(x, y), range(a, a + 300)) for a in (0, 300, 600)]
+    parts = [s for s in stages(half, (3, 2, 2)) if s.name != "head"]
+    found = probe(half, half, parts, indexed(data[0]), indexed(data[1]), data[2])
+    first, second = (found[part.name] for part in (parts[0], parts[-1]))
+    assert first.member_gap.low < 0 < first.member_gap.high
+    assert second.member_gap.low > 0.05
+    assert 0.6 < first.accuracy.value < 0.9
+
+
+def test_probe_gain_is_the_difference_on_the_same_samples():
+    before, after = np.array([1, 1, 0, 0, 0] * 40, bool), np.array([1, 1, 1, 0, 0] * 40, bool)
+    gain = _paired_gain(after, before)
+    assert gain.value == pytest.approx(0.2) and gain.low == pytest.approx(0.2 - 1.96 * 0.4 / 200**0.5, abs=1e-3)
+    assert _paired_gain(before, before).value == 0
+
+
+def test_null_is_one_half_and_verdicts_hold_it():
+    """Halves of one population: the interval covers 1/2 in 95 % of draws, and nothing is called risky."""
+    rng = np.random.default_rng(0)
+    found = [_disparity(rng.normal(size=500), rng.normal(size=500)) for _ in range(200)]
+    assert 0.90 <= np.mean([d.auc.low <= 0.5 <= d.auc.high for d in found]) <= 0.99
+    assert np.mean([d.ks_p < 0.05 for d in found]) <= 0.08
+    assert not any(_judge([d.auc.effect], 0.05, True) == RISKY for d in found)
 
 
 def test_different_initial_weights_are_refused(splits):
@@ -240,11 +281,6 @@ def test_verdict_rules():
     assert _judge([(0.00, 0.04), (0.00, 0.02)], 0.05, True) == SAFE
     assert _judge([(0.00, 0.04), (0.00, 0.06)], 0.05, True) == UNDECIDED
     assert _judge([(0.00, 0.04)], 0.05, False) == UNDECIDED
-
-
-def test_effect_is_two_sided():
-    assert Disparity(Estimate(0.3, 0.25, 0.35), 0, 0).effect == pytest.approx((0.15, 0.25))
-    assert Disparity(Estimate(0.5, 0.45, 0.56), 0, 0).effect == pytest.approx((0.0, 0.06))
 
 
 @pytest.mark.parametrize(

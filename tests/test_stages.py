@@ -92,7 +92,7 @@ def test_dropout_before_the_cut_is_switched_off_and_after_it_stays_on():
     freeze(trunk)
     train_mode(model)
     assert not model.pos_drop.training and model.head_drop.training
-    unfreeze(model)
+    unfreeze(model, {})
     train_mode(model)
     assert model.pos_drop.training and all(p.requires_grad for p in model.parameters())
 

@@ -9,7 +9,7 @@ import torch
 import pptp
 from pptp.models import weights_digest
 from pptp.stages import freeze, split_at, stages
-from pptp.training import Monitor, cross_entropy, fit
+from pptp.training import Batches, Monitor, cross_entropy, fit
 
 
 def train(model, data, recipe, **more):
@@ -151,10 +151,49 @@ def test_schedules(model, splits, sched):
     assert rates[0] == pytest.approx(0.1) and (rates[-1] == 0.1 if sched == "constant" else rates[-1] < 0.1)
 
 
-def test_last_batch_of_one_sample_is_survived(splits, quick):
-    model = pptp.create("test_vit", 4, 32)
-    recipe = pptp.Recipe(**{**vars(quick), "epochs": 1, "batch_size": 79})
-    assert fit(model, splits.members, recipe).rows[0]["loss"] > 0
+def test_last_batch_of_one_joins_the_one_before(splits, quick):
+    """resnet18 at 32 px ends in 1 x 1 maps, on which BatchNorm cannot train with one sample."""
+    sizes = []
+
+    def loss(step):
+        sizes.append(len(step.targets))
+        return cross_entropy(step)
+
+    fit(
+        pptp.create("resnet18", 4, 32),
+        splits.members,
+        pptp.Recipe(**{**vars(quick), "epochs": 1, "batch_size": 79}),
+        loss=loss,
+    )
+    assert sizes == [80]
+
+
+@pytest.mark.parametrize("length, size", [(10, 3), (10, 4), (9, 4), (1, 4), (5, 1), (4, 4), (5, 4)])
+def test_batches_hold_every_sample_once(length, size):
+    batches = Batches(range(length), size, False)
+    found = list(batches)
+    assert [i for batch in found for i in batch] == list(range(length)) and len(found) == len(batches)
+    assert all(len(batch) > 1 for batch in found) or length == 1 or size == 1
+
+
+def test_batches_of_one_on_batchnorm_are_refused_with_a_sentence(splits, quick):
+    with pytest.raises(pptp.UserError, match="BatchNorm cannot train on a batch of one"):
+        fit(pptp.create("resnet18", 4, 32), splits.members, pptp.Recipe(**{**vars(quick), "batch_size": 1}))
+
+
+@pytest.mark.parametrize("change", ["samples", "loss", "start"])
+def test_checkpoint_of_other_samples_loss_or_start_is_refused(change, model, splits, quick, tmp_path):
+    from defenses import RelaxLoss
+
+    subset = torch.utils.data.Subset(splits.pool, range(40))
+    fit(copy.deepcopy(model), subset, quick, checkpoint=tmp_path / "c.pt", loss=RelaxLoss(alpha=0.5).loss)
+    if change == "samples":
+        subset = torch.utils.data.Subset(splits.pool, [0, *range(41, 79), 39])
+    if change == "start":
+        model = pptp.create("test_resnet", 4, 32, seed=9)
+    alpha = 0.6 if change == "loss" else 0.5
+    with pytest.raises(pptp.UserError, match="another configuration"):
+        fit(model, subset, quick, checkpoint=tmp_path / "c.pt", loss=RelaxLoss(alpha=alpha).loss)
 
 
 TWO_PROCESSES = """
@@ -167,14 +206,21 @@ from pptp.models import weights_digest
 torch.set_num_threads(1)
 splits = pptp.split(pptp.load(pptp.Source())[0], 64, 0, 64, 64, seed=1)
 model = pptp.create("test_resnet", 10, 32)
-pptp.fit(model, splits.members, pptp.Recipe(epochs=1, batch_size=16, augment=False, device="cpu"))
+seen = []
+def loss(step):
+    seen.append((step.epoch, step.indices.tolist(), step.inputs.sum((1, 2, 3)).tolist()))
+    return torch.nn.functional.cross_entropy(step.logits, step.targets)
+history = pptp.fit(model, splits.members, pptp.Recipe(epochs=2, batch_size=16, device="cpu"), loss=loss)
+sums = [{i: s for e, ids, values in seen if e == epoch for i, s in zip(ids, values)} for epoch in (0, 1)]
+both = set(sums[0]) & set(sums[1])
+assert both and any(sums[0][i] != sums[1][i] for i in both), "augmentation repeats itself"
 state = PartialState()
 assert state.num_processes == 2, "silently ran one process"
-Path(sys.argv[1], str(state.process_index)).write_text(weights_digest({n: p.data for n, p in model.named_parameters()}))
+Path(sys.argv[1], str(state.process_index)).write_text(weights_digest(model) + repr(history.rows[-1]["loss"]))
 """
 
 
-def test_two_processes_end_with_the_same_weights(tmp_path):
+def test_two_processes_end_with_the_same_weights_buffers_and_history(tmp_path):
     script, results = tmp_path / "job.py", tmp_path / "results"
     script.write_text(TWO_PROCESSES)
     results.mkdir()
