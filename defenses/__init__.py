@@ -1,9 +1,21 @@
 """The defenses: name -> class. Each is a `Defense`, usable on the whole model or from a cut on."""
 
+from .advreg import AdvReg
+from .confidence_penalty import ConfidencePenalty
+from .dpsgd import DPSGD
+from .label_smoothing import LabelSmoothing
+from .mixup import Mixup
 from .plain import Plain
 from .relaxloss import RelaxLoss
+from .selena import Selena
 
 DEFENSES = {
     "plain": Plain,
     "relaxloss": RelaxLoss,
+    "advreg": AdvReg,
+    "selena": Selena,
+    "dpsgd": DPSGD,
+    "label_smoothing": LabelSmoothing,
+    "confidence_penalty": ConfidencePenalty,
+    "mixup": Mixup,
 }

@@ -17,7 +17,7 @@ from .evaluate import Estimate, Evaluation, default_attacks, evaluate
 from .localize import localize
 from .plugins import build, find
 from .report import activity, write_report
-from .retrain import retrain
+from .retrain import Defense, retrain
 from .runs import UNDEFENDED, Run, differences, measured, read_json, write_json, write_jsonl, write_npz
 from .stages import SCRATCH, split_at
 from .training import Monitor, fit, main_process, make_optimizer
@@ -298,7 +298,7 @@ def _retrain_one(run: Run, job: _Job, parts, fresh: bool) -> None:
     cost["seconds"] = result.get("seconds", cost["seconds"])  # of all epochs, also of those before a resume
     _keep_history(folder)
     write_json(folder / "defense.json", {**job.plan(), "repr": repr(defense), "result": result, "cost": cost})
-    run.save_model(job.name, model, _card(run, job, defense))  # last, since weights mean "done"
+    run.save_model(job.name, model, _card(run, job, defense, result))  # last, since weights mean "done"
     (folder / "checkpoint.pt").unlink(missing_ok=True)
     print(f"{job.name}: cut {job.cut}, {result['retrained_share']:.1%} of the weights retrained, {_sentence(result)}")
     if job.defense != "plain":
@@ -311,13 +311,18 @@ def _keep_history(folder: Path) -> None:
         write_jsonl(folder / "history.jsonl", torch.load(folder / "checkpoint.pt", weights_only=True)["history"])
 
 
-def _card(run: Run, job: _Job, defense) -> str:
+def _card(run: Run, job: _Job, defense, result: dict) -> str:
     what = "retrained whole" if job.cut == SCRATCH else f"frozen before {job.cut}, retrained from there on"
+    swapped = type(defense).adapt is not Defense.adapt
+    loading = (
+        "Its layers were swapped for the defense, so it loads with pptp only."
+        if swapped
+        else 'Load it with `timm.create_model("local-dir:<this folder>", pretrained=True)`.'
+    )
     return (
         f"---\nlibrary_name: timm\n---\n# {run.experiment.model}, {job.name}\n\n"
         f"Made by pptp: {what}, rewound to {job.rewind}, under {defense!r}.\n\n"
-        "It carries no differential-privacy guarantee. What attacks find is in evaluate/ of the run it comes from.\n\n"
-        'Load it with `timm.create_model("local-dir:<this folder>", pretrained=True)`.\n'
+        f"Differential privacy: {result.get('scope', 'none')}. What attacks find is in evaluate/ of the run it comes from.\n\n{loading}\n"
     )
 
 

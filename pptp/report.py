@@ -144,6 +144,7 @@ def _steps(run: Run, sizes, risk, retrained) -> list[str]:
             else f"everything before {plan['cut']} frozen (weights and buffers checked unchanged)"
         )
         active = "" if plan["defense"] == "plain" else f"; {activity(result)}"
+        active += f". Differential privacy: {result['scope']}" if "scope" in result else ""
         lines.append(
             f"{name}: {frozen}, the rest ({result['retrained_share']:.1%} of the weights) rewound to {plan['rewind']} and retrained for "
             f"{plan['recipe']['epochs']} epochs with {plan['repr']}{active}."
@@ -167,8 +168,13 @@ def _caveats(run: Run, retrained, missing) -> list[str]:
         "Score attacks on a single model are the weakest kind: an attacker who trains reference models finds more. Low numbers here are no proof of privacy.",
         "Intervals cover the choice of images, not of seeds, splits or training runs: one run of each model was made.",
         "Frozen layers were trained on the same members without protection: a white-box attacker who reads weights or features may find what the outputs hide.",
-        "No model here carries a differential-privacy guarantee.",
     ]
+    private = [name for name, plan in retrained.items() if "scope" in plan["result"]]
+    lines.append(
+        f"Only {', '.join(private)} carry a differential-privacy statement, and only as far as it says above."
+        if private
+        else "No model here carries a differential-privacy guarantee."
+    )
     if missing:
         lines.insert(
             0,

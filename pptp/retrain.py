@@ -25,7 +25,7 @@ class Defense(ABC):
         """Refuse hyper-parameters that cannot work, before any training."""
 
     def adapt(self, model: nn.Module) -> None:
-        """Swap layers in place where the method needs it; replayed when the retrained model is loaded."""
+        """Swap layers that are not frozen, in place, where the method needs it; replayed when the model is loaded."""
 
     @abstractmethod
     def train(
@@ -91,6 +91,14 @@ def retrain(
     retrained = sum(p.numel() for part in suffix for p in part.parameters())
     share = retrained / sum(p.numel() for p in model.parameters())
     return {**result, "retrained_share": share}
+
+
+def replay_adapt(model: nn.Module, parts: Sequence[Stage], cut: str, defense: Defense) -> None:
+    """Swap the layers of a fresh model as the retraining under `defense` did, so that its weights fit."""
+    trunk, _ = split_at(parts, cut)
+    freeze(trunk)
+    defense.adapt(model)
+    unfreeze(model, {})
 
 
 def _class_count(model: nn.Module, data: TrainingData) -> int:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from . import models, sources, splits
 from .config import Experiment
 from .errors import UserError
+from .retrain import Defense, replay_adapt
 from .stages import Stage, stages
 from .training import device, make_optimizer
 
@@ -176,7 +177,9 @@ class Run:
             from .plugins import build
 
             saved = read_json(record, "")
-            build("defenses", saved["defense"], saved["set"]).adapt(model)
+            defense = build("defenses", saved["defense"], saved["set"])
+            if type(defense).adapt is not Defense.adapt:
+                replay_adapt(model, self.parts(model), saved["cut"], defense)
 
     def initial_weights(self) -> dict[str, Tensor]:
         return models.read_weights(self.path / "full" / "init.safetensors")

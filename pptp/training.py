@@ -53,6 +53,7 @@ class Step:
 
 
 Loss = Callable[[Step], Tensor]
+Prepare = Callable[[nn.Module, torch.optim.Optimizer, DataLoader], tuple[nn.Module, torch.optim.Optimizer, DataLoader]]
 
 
 def cross_entropy(step: Step) -> Tensor:
@@ -109,11 +110,13 @@ def fit(
     optimizer=None,
     monitors: Sequence[Monitor] = (),
     checkpoint: str | Path | None = None,
+    prepare: Prepare | None = None,
     title: str = "training",
 ) -> History:
     """Train the weights of `model` that require gradients, in place; frozen modules stay in eval mode.
 
     checkpoint: a file to resume from if it is there, rewritten after every epoch.
+    prepare: wraps (model, optimizer, loader) instead of Accelerate, for engines that bring their own.
     """
     accelerator = _accelerator(recipe)
     data = indexed(data)
@@ -127,7 +130,8 @@ def fit(
     schedule = _schedule(optimizer, recipe)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        model.to(accelerator.device)
+        wrapped, optimizer, loader = (prepare or accelerator.prepare)(model, optimizer, loader)
         saved = Checkpoint(checkpoint, model, optimizer, schedule, accelerator.scaler, monitors, fingerprint)
         history = History(saved.resume())
         with _progress(title, recipe, loader, len(history.rows), accelerator) as bar:
@@ -164,7 +168,8 @@ def _epoch(accelerator, model, loader, optimizer, loss, epoch, recipe, monitors,
     totals: dict[str, float] = {}
     seen = 0
     lr = optimizer.param_groups[0]["lr"]
-    for inputs, targets, indices in loader:
+    for batch in loader:
+        inputs, targets, indices = (tensor.to(accelerator.device) for tensor in batch)
         step = Step(model, inputs, targets, indices, epoch)
         value = _checked(loss, step)
         number = float(value.detach())
@@ -184,14 +189,16 @@ def _epoch(accelerator, model, loader, optimizer, loss, epoch, recipe, monitors,
             if amount is not None:
                 totals[name] = totals.get(name, 0.0) + float(amount) * len(targets)
         bar.update()
-        shown = {name: f"{totals[name] / seen:.3f}" for name in ("loss", "accuracy") if name in totals}
+        shown = {name: f"{totals[name] / seen:.3f}" for name in ("loss", "accuracy") if name in totals and seen}
         bar.set_postfix(epoch=epoch + 1, **shown, refresh=False)
     means = _over_processes(accelerator, {**totals, "seen": float(seen)})
-    seen = means.pop("seen")
+    seen = max(1.0, means.pop("seen"))
     return {"epoch": epoch + 1, "lr": lr, **{name: total / seen for name, total in means.items()}}
 
 
 def _checked(loss: Loss, step: Step) -> Tensor:
+    if len(step.targets) == 0:  # Poisson sampling can draw nobody; the step is taken all the same, for its noise
+        return step.logits.sum()
     try:
         return loss(step)
     except ValueError as error:
@@ -374,8 +381,9 @@ class Checkpoint:
         self.schedule.load_state_dict(state["schedule"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        for monitor, its_state in zip(self.monitors, state["monitors"]):
-            monitor.load_state_dict(its_state)
+        for monitor in self.monitors:
+            if type(monitor).__name__ in state["monitors"]:
+                monitor.load_state_dict(state["monitors"][type(monitor).__name__])
         torch.set_rng_state(state["rng"])
         if torch.cuda.is_available() and state["cuda_rng"]:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
@@ -390,7 +398,7 @@ class Checkpoint:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict() if self.scaler is not None else {},
-            "monitors": [monitor.state_dict() for monitor in self.monitors],
+            "monitors": {type(monitor).__name__: monitor.state_dict() for monitor in self.monitors},
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "history": history,

@@ -1,0 +1,36 @@
+"""Confidence penalty (Pereyra et al. 2017, arXiv 1701.06548)."""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+
+from pptp.errors import UserError
+from pptp.retrain import Defense
+from pptp.training import fit
+
+
+@dataclass(frozen=True)
+class ConfidencePenalty(Defense):
+    """Cross-entropy minus `beta` times the entropy of the prediction."""
+
+    beta: float = 0.1
+
+    def check(self, classes, recipe):
+        if not self.beta > 0:
+            raise UserError(f"confidence_penalty beta is {self.beta}: it must be above 0")
+
+    def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
+        history = fit(
+            model,
+            data.members,
+            recipe,
+            loss=self.loss,
+            monitors=monitors,
+            checkpoint=checkpoint,
+            title="confidence penalty",
+        )
+        return {**history.summary(), "active": 1.0}
+
+    def loss(self, step):
+        log_p = step.logits.log_softmax(1)  # (n, classes)
+        return F.nll_loss(log_p, step.targets) + self.beta * (log_p.exp() * log_p).sum(1).mean()

@@ -1,0 +1,143 @@
+"""SELENA: self-distillation from an ensemble of sub-models (Tang et al., USENIX Security 2022, arXiv 2110.08324)."""
+
+import copy
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from pptp.data import Part, indexed
+from pptp.errors import UserError
+from pptp.models import atomically
+from pptp.retrain import Defense
+from pptp.signals import collect
+from pptp.training import Step, fit
+
+
+@dataclass(frozen=True)
+class Selena(Defense):
+    """Teach the model what sub-models say of samples they were not trained on.
+
+    Split-AI: each sample is left out of `l` of `k` sub-models, and its teacher label is the mean prediction of
+    those, on the un-augmented image. The student minimises the soft cross-entropy to it, with no hard label.
+    """
+
+    k: int = 25
+    l: int = 10  # noqa: E741, the paper's name
+    clip_grad: float = 1.0  # largest gradient norm of the student
+    processes: int = 1  # sub-models trained at once
+
+    def check(self, classes, recipe):
+        if not 1 <= self.l < self.k:
+            raise UserError(
+                f"selena l is {self.l} and k is {self.k}: 1 <= l < k, since each sample is left out of l of k sub-models"
+            )
+        if not self.clip_grad > 0:
+            raise UserError(f"selena clip_grad is {self.clip_grad}: it must be above 0")
+        if self.processes < 1:
+            raise UserError(f"selena processes is {self.processes}: it must be at least 1")
+
+    def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
+        members = indexed(data.members)
+        left_out = leave_out(len(members), self.k, self.l, recipe.seed)  # (n, k) bool
+        shared = any(getattr(module, "pptp_frozen", False) for module in model.modules())
+        folder = Path(checkpoint).with_suffix(".selena") if checkpoint else None
+        said = self._sub_models(model, members, left_out, recipe, folder)  # (k, n, classes)
+        teacher = _mean_over(said, left_out)
+        confidence = _in_out_confidence(said, left_out, members.labels)
+        print(
+            f"selena: sub-models give the true class {confidence['in_confidence']:.3f} on samples they trained on, "
+            f"{confidence['out_confidence']:.3f} on samples they did not"
+            + ("; they share a trunk that saw every sample, so no teacher is a true non-member" if shared else "")
+        )
+        labels = Lookup(members, teacher)
+        history = fit(
+            model,
+            members,
+            replace(recipe, clip_grad=recipe.clip_grad or self.clip_grad),
+            loss=labels.loss,
+            monitors=monitors,
+            checkpoint=checkpoint,
+            title="selena student",
+        )
+        return {**history.summary(), "active": 1.0, **confidence}
+
+    def _sub_models(
+        self, model: nn.Module, members: Dataset, left_out: np.ndarray, recipe, folder: Path | None
+    ) -> Tensor:
+        """What every sub-model says of every member: probabilities (k, n, classes). Finished ones are read back."""
+        jobs = [
+            (
+                copy.deepcopy(model),
+                members,
+                np.flatnonzero(~left_out[:, k]),
+                replace(recipe, seed=recipe.seed + 1000 * (k + 1)),
+                k,
+                folder,
+            )
+            for k in range(self.k)
+        ]
+        if self.processes == 1:
+            return torch.stack([_sub_model(*job) for job in jobs])
+        threads = max(1, torch.get_num_threads() // self.processes)
+        with ProcessPoolExecutor(
+            self.processes, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,)
+        ) as pool:
+            futures = {pool.submit(_sub_model, *job): job[4] for job in jobs}
+            done = {futures[future]: future.result() for future in as_completed(futures)}
+        return torch.stack([done[k] for k in range(self.k)])
+
+
+def _sub_model(model: nn.Module, members: Dataset, rows: np.ndarray, recipe, k: int, folder: Path | None) -> Tensor:
+    """Train sub-model k on `rows` of the members and return its probabilities on all of them, (n, classes)."""
+    saved = folder / f"said_{k}.pt" if folder else None
+    if saved and saved.exists():
+        return torch.load(saved, weights_only=True)
+    checkpoint = folder / f"sub_{k}.pt" if folder else None
+    fit(model, Part(members, rows, f"sub-model {k}"), recipe, checkpoint=checkpoint, title=f"selena sub-model {k + 1}")
+    said = collect(model, members).logits.softmax(1)
+    if saved:
+        atomically(saved, lambda temporary: torch.save(said, temporary))
+        checkpoint.unlink(missing_ok=True)
+    return said
+
+
+def leave_out(samples: int, k: int, l: int, seed: int) -> np.ndarray:  # noqa: E741
+    """(samples, k) bool: which sub-models do not train on a sample; exactly l in every row, columns balanced."""
+    return np.random.default_rng(seed).random((samples, k)).argsort(1).argsort(1) < l
+
+
+def _mean_over(said: Tensor, left_out: np.ndarray) -> Tensor:
+    """Mean prediction of the sub-models that did not train on a sample. (n, classes)"""
+    weight = torch.as_tensor(left_out.T, dtype=said.dtype)[:, :, None]  # (k, n, 1)
+    return (said * weight).sum(0) / weight.sum(0)
+
+
+def _in_out_confidence(said: Tensor, left_out: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    true = said.gather(2, torch.as_tensor(labels)[None, :, None].expand(len(said), -1, 1)).squeeze(2)  # (k, n)
+    out = torch.as_tensor(left_out.T)
+    return {"in_confidence": float(true[~out].mean()), "out_confidence": float(true[out].mean())}
+
+
+class Lookup:
+    """Teacher labels by sample id."""
+
+    def __init__(self, members: Dataset, teacher: Tensor):
+        ids = getattr(members, "indices", np.arange(len(members)))
+        self.row = torch.full((int(ids.max()) + 1,), -1)
+        self.row[torch.as_tensor(ids)] = torch.arange(len(ids))
+        self.teacher = teacher
+
+    def loss(self, step: Step) -> Tensor:
+        teacher = self.teacher[self.row[step.indices.cpu()]].to(step.logits)
+        return soft_cross_entropy(step.logits, teacher)
+
+
+def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """-sum_c t_c log p_c, mean over the batch; through log_softmax, since log(softmax(z)) overflows at gaps of ~100."""
+    return -(target * logits.log_softmax(1)).sum(1).mean()

@@ -1,0 +1,336 @@
+"""AdvReg, SELENA, DP-SGD and the short ones against their formulae, one sample at a time."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_defenses import step
+from torch import nn
+
+import pptp
+from defenses import DEFENSES, DPSGD, AdvReg, ConfidencePenalty, LabelSmoothing, Mixup, Selena
+from defenses.advreg import Adversary, InferenceNetwork
+from defenses.dpsgd import Session, group_norm, per_sample_ready
+from defenses.selena import Lookup, _mean_over, leave_out, soft_cross_entropy
+from pptp.cli import main
+from pptp.runs import Run
+from pptp.stages import freeze, split_at, stages, train_mode
+
+BAD = [
+    ("advreg", {"alpha": 0}, "alpha is 0"), ("advreg", {"k": 0}, "k is 0"), ("advreg", {"warmup": 2}, "warmup is 2"),
+    ("selena", {"k": 3, "l": 3}, "1 <= l < k"), ("selena", {"clip_grad": 0}, "clip_grad is 0"), ("selena", {"processes": 0}, "processes is 0"),
+    ("dpsgd", {"epsilon": 0}, "epsilon is 0"), ("dpsgd", {"delta": 1.0}, "delta is 1.0"), ("dpsgd", {"max_grad_norm": 0}, "max_grad_norm is 0"),
+    ("dpsgd", {"accountant": "gdp"}, "rdp or prv"), ("dpsgd", {"trunk_data": "mine"}, "same, disjoint, public"),
+    ("label_smoothing", {"smoothing": 1.0}, "smoothing is 1.0"), ("confidence_penalty", {"beta": 0}, "beta is 0"), ("mixup", {"alpha": 0}, "alpha is 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, settings, says", BAD)
+def test_bad_hyper_parameters_are_refused(name, settings, says, model, splits, quick):
+    with pytest.raises(pptp.UserError, match=says):
+        pptp.retrain(model, None, "head", DEFENSES[name](**settings), splits, quick)
+
+
+# --- AdvReg --------------------------------------------------------------------------------------------------
+
+
+def test_inference_network_is_the_published_one():
+    sizes = [tuple(p.shape) for n, p in InferenceNetwork(7).named_parameters() if n.endswith("weight")]
+    assert sizes == [(1024, 7), (512, 1024), (64, 512), (128, 7), (64, 128), (256, 128), (128, 256), (64, 128), (1, 64)]
+    weights = torch.cat([p.flatten() for n, p in InferenceNetwork(7).named_parameters() if n.endswith("weight")])
+    assert float(weights.std()) == pytest.approx(0.01, rel=0.02)
+
+
+def test_advreg_loss_is_cross_entropy_plus_alpha_times_the_adversary(model, splits, quick):
+    adversary = Adversary(AdvReg(alpha=2.0, warmup=1), model, splits.for_defense(), quick)
+    logits, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    s = step(logits, y, 0)
+    assert torch.equal(adversary.loss(s), F.cross_entropy(logits, y)) and s.logs["active"] == 0  # warming up
+    s = pptp.Step(lambda inputs: logits, torch.zeros(6, 3, 32, 32), y, None, 1)
+    found = adversary.loss(s)
+    h = [float(adversary.network(row.softmax(0)[None], label[None]).sigmoid()) for row, label in zip(logits, y)]
+    assert float(found) == pytest.approx(float(F.cross_entropy(logits, y)) + 2.0 * (np.mean(h) - 0.5), abs=1e-5)
+    assert s.logs["active"] == 1 and "gain" in s.logs
+
+
+def test_adversary_learns_to_tell_members_from_reference(splits, quick):
+    """A model that is sure of members only: the gain must rise from its start at log(1/2)."""
+    known = {int(i) for i in splits.members.indices}
+
+    class Sure(nn.Module):
+        num_classes = 4
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x):
+            return torch.stack([6.0 * (row[0, 0, 0] > 0) * F.one_hot(torch.tensor(0), 4) for row in x])
+
+    class Marked(torch.utils.data.Dataset):
+        labels = splits.pool.labels
+
+        def __len__(self):
+            return len(self.labels)
+
+        def __getitem__(self, i):
+            return torch.full((3, 2, 2), 1.0 if i in known else -1.0), int(self.labels[i]), i
+
+    data = pptp.from_indices(Marked(), **splits.indices).for_defense()
+    adversary = Adversary(AdvReg(attack_lr=3e-3), Sure(), data, quick)
+    s = pptp.Step(None, torch.zeros(1), None, None, 1)
+    gains = [adversary._attack_step(s) for _ in range(60)]
+    assert gains[0] == pytest.approx(math.log(0.5), abs=0.01) and gains[-1] > -0.1
+
+
+def test_adversary_does_not_feed_batchnorm(model, splits, quick):
+    """Four classifier steps an epoch, two epochs: BatchNorm counts eight batches, however often the adversary asked."""
+    pptp.retrain(model, None, "scratch", AdvReg(warmup=0), splits, quick)
+    assert int(model.bn1.num_batches_tracked) == 8
+
+
+def test_advreg_needs_reference_samples(model, splits, quick):
+    with pytest.raises(pptp.UserError, match="needs reference samples"):
+        pptp.retrain(model, None, "head", AdvReg(), pptp.TrainingData(splits.members), quick)
+
+
+# --- SELENA --------------------------------------------------------------------------------------------------
+
+
+def test_every_sample_is_left_out_of_exactly_l_sub_models():
+    out = leave_out(500, 25, 10, seed=3)
+    assert (out.sum(1) == 10).all() and abs(out.mean(0) - 0.4).max() < 0.1
+
+
+def test_teacher_is_the_mean_of_those_that_did_not_train_on_the_sample():
+    said, out = torch.rand(4, 6, 3), leave_out(6, 4, 2, seed=0)
+    found = _mean_over(said, out)
+    for i in range(6):
+        assert torch.allclose(found[i], torch.stack([said[k, i] for k in range(4) if out[i, k]]).mean(0))
+
+
+def test_published_loss_overflows_where_ours_does_not():
+    target = torch.tensor([[0.5, 0.5]])
+    z = torch.tensor([[120.0, 0.0]], requires_grad=True)
+    published = -(target * torch.log(torch.softmax(z, 1))).sum()
+    published.backward()
+    assert not torch.isfinite(published) or not torch.isfinite(z.grad).all()
+    z.grad = None
+    ours = soft_cross_entropy(z, target)
+    ours.backward()
+    assert float(ours) == pytest.approx(60.0) and z.grad.tolist() == [[0.5, -0.5]]
+
+
+def test_teacher_labels_follow_sample_ids(splits):
+    members = splits.members
+    teacher = torch.rand(len(members), 4)
+    s = pptp.Step(lambda _: torch.zeros(3, 4), None, None, torch.tensor(members.indices[[5, 0, 7]]), 0)
+    expected = soft_cross_entropy(torch.zeros(3, 4), teacher[[5, 0, 7]])
+    assert torch.isclose(Lookup(members, teacher).loss(s), expected)
+
+
+def test_selena_keeps_finished_sub_models_and_says_how_sure_they_are(
+    model, splits, quick, tmp_path, capsys, monkeypatch
+):
+    start = copy.deepcopy(model)
+    first = pptp.retrain(model, None, "layer4", Selena(k=3, l=1), splits, quick, checkpoint=tmp_path / "c.pt")
+    assert sorted(p.name for p in (tmp_path / "c.selena").iterdir()) == ["said_0.pt", "said_1.pt", "said_2.pt"]
+    assert "no teacher is a true non-member" in capsys.readouterr().out
+    assert 0 <= first["out_confidence"] <= 1 and 0 <= first["in_confidence"] <= 1
+    monkeypatch.setattr("defenses.selena.collect", None)  # a sub-model trained again would need it
+    again = pptp.retrain(start, None, "layer4", Selena(k=3, l=1), splits, quick, checkpoint=tmp_path / "c.pt")
+    assert again["in_confidence"] == first["in_confidence"]
+
+
+def test_selena_in_two_processes_is_selena_in_one(model, splits, quick):
+    twin = copy.deepcopy(model)
+    a = pptp.retrain(model, None, "head", Selena(k=2, l=1), splits, quick)
+    b = pptp.retrain(twin, None, "head", Selena(k=2, l=1, processes=2), splits, quick)
+    assert a["out_confidence"] == pytest.approx(b["out_confidence"], abs=1e-5)
+    assert torch.allclose(model.fc.weight, twin.fc.weight, atol=1e-4)
+
+
+# --- DP-SGD --------------------------------------------------------------------------------------------------
+
+FAMILIES = [("test_resnet", "layer4"), ("test_resnet", "scratch"), ("test_vit", "blocks.4"), ("convnext_atto", "stages.3"),
+            ("mobilenetv3_small_100", "blocks.5"), ("efficientnet_b0", "blocks.6"), ("regnetx_002", "s4")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, cut", FAMILIES)
+def test_per_sample_gradients_equal_one_at_a_time(name, cut):
+    from opacus.grad_sample import GradSampleModule
+
+    model = pptp.create(name, 5, 64)
+    trunk, _ = split_at(stages(model, (3, 64, 64)), cut)
+    freeze(trunk)
+    DPSGD().adapt(model)
+    model.double()
+    train_mode(model)
+    x, y = torch.randn(3, 3, 64, 64, dtype=torch.float64), torch.tensor([0, 1, 2])
+    torch.manual_seed(0)
+    for module in model.modules():  # what is drawn at random differs between the two ways
+        if "drop" in type(module).__name__.lower():
+            module.training = False
+    with per_sample_ready(model):
+        wrapped = GradSampleModule(model)
+        F.cross_entropy(wrapped(x), y).backward()
+        found = {n: p.grad_sample for n, p in model.named_parameters() if p.requires_grad}
+        wrapped.remove_hooks()
+        for i in range(3):
+            model.zero_grad(set_to_none=True)
+            F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
+            for n, p in model.named_parameters():
+                if p.requires_grad:
+                    assert torch.allclose(found[n][i], p.grad, rtol=1e-8, atol=1e-10), n
+
+
+def test_epsilon_is_that_of_the_accountant_called_by_hand(model, splits, quick):
+    from opacus.accountants import RDPAccountant
+
+    result = pptp.retrain(model, None, "layer4", DPSGD(noise_multiplier=1.3), splits, quick)
+    by_hand = RDPAccountant()
+    for _ in range(2 * 4):  # epochs x steps of 20 among 80
+        by_hand.step(noise_multiplier=1.3, sample_rate=20 / 80)
+    assert result["epsilon"] == pytest.approx(by_hand.get_epsilon(1 / 80))
+    assert result["delta"] == 1 / 80 and result["noise_multiplier"] == 1.3
+
+
+def test_noise_is_calibrated_to_the_epsilon_asked_for(model, splits, quick):
+    result = pptp.retrain(model, None, "head", DPSGD(epsilon=3.0), splits, quick)
+    assert 2.8 < result["epsilon"] <= 3.0
+
+
+def test_scope_never_claims_more_than_it_covers():
+    same, public = DPSGD().scope(3.0, 1e-3, frozen=True), DPSGD(trunk_data="public").scope(3.0, 1e-3, frozen=True)
+    assert "NO guarantee" in same and "given the frozen ones" in same
+    assert "NO guarantee" not in public and "stated" in public
+    assert "whole model" in DPSGD().scope(3.0, 1e-3, frozen=False)
+
+
+def test_batchnorm_becomes_groupnorm_with_its_scale_and_shift_behind_the_cut_only():
+    model = pptp.create("efficientnet_b0", 3, 32)
+    with torch.no_grad():
+        model.bn2.weight.uniform_(0.5, 2)
+    weight = model.bn2.weight.clone()
+    trunk, _ = split_at(stages(model, (3, 32, 32)), "blocks.6")
+    freeze(trunk)
+    DPSGD().adapt(model)
+    assert isinstance(model.bn2, nn.GroupNorm) and torch.equal(model.bn2.weight, weight)
+    assert isinstance(model.bn2.act, type(pptp.create("efficientnet_b0", 3, 32).bn2.act))
+    assert isinstance(model.bn1, nn.BatchNorm2d)
+
+
+def test_groupnorm_of_a_plain_batchnorm():
+    assert group_norm(nn.BatchNorm2d(48)).num_groups == 16 and group_norm(nn.BatchNorm2d(7)).num_groups == 1
+
+
+def test_training_leaves_no_hook_and_no_switched_off_in_place_behind(splits, quick):
+    model = pptp.create("resnet18", 4, 32)
+    in_place = [n for n, m in model.named_modules() if getattr(m, "inplace", False) is True]
+    pptp.retrain(model, None, "layer4", DPSGD(), splits, quick)
+    assert in_place == [n for n, m in model.named_modules() if getattr(m, "inplace", False) is True] != []
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    assert not any(hasattr(p, "grad_sample") for p in model.parameters())
+
+
+def test_empty_poisson_batches_are_taken_as_steps(model, splits, quick):
+    """Batches of one among 80 are empty every third time; each is a step of the accountant all the same."""
+    sizes = []
+
+    class Count(pptp.Monitor):
+        def after_backward(self, step):
+            sizes.append(len(step.targets))
+
+    recipe = pptp.Recipe(**{**vars(quick), "epochs": 1, "batch_size": 1})
+    pptp.retrain(model, None, "head", DPSGD(noise_multiplier=1.0), splits, recipe, [Count()])
+    assert len(sizes) == 80 and 0 in sizes and max(sizes) > 1
+
+
+def test_virtual_batches_change_nothing_but_memory(model, splits, quick):
+    twin = copy.deepcopy(model)
+    whole = pptp.retrain(model, None, "head", DPSGD(noise_multiplier=1.0), splits, quick)
+    split = pptp.retrain(twin, None, "head", DPSGD(noise_multiplier=1.0, physical_batch=6), splits, quick)
+    assert whole["epsilon"] == split["epsilon"]
+    assert torch.allclose(model.fc.weight, twin.fc.weight, atol=1e-5)
+
+
+def test_secret_noise_does_not_repeat(model, splits, quick):
+    twin = copy.deepcopy(model)
+    for m in (model, twin):
+        pptp.retrain(m, None, "head", DPSGD(noise_multiplier=1.0, secret_noise=True), splits, quick)
+    assert not torch.equal(model.fc.weight, twin.fc.weight)
+
+
+def test_calibration_is_by_the_steps_that_are_taken(quick):
+    assert Session(DPSGD(epsilon=1.0), 80, quick).noise > Session(DPSGD(epsilon=8.0), 80, quick).noise
+
+
+def test_from_the_command_line_swaps_are_replayed_and_the_scope_is_reported(tmp_path, capsys):
+    run = tmp_path / "r"
+    small = [
+        "--model",
+        "test_resnet",
+        "--members",
+        "60",
+        "--reference",
+        "20",
+        "--nonmembers",
+        "60",
+        "--test",
+        "40",
+        "--epochs",
+        "2",
+        "-b",
+        "20",
+        "--no-augment",
+    ]
+    assert main(["train", str(run), *small]) == 0
+    assert (
+        main(["retrain", str(run), "--defense", "dpsgd", "--set", "epsilon=5", "--cut", "layer4", "--no-control"]) == 0
+    )
+    assert "NO guarantee" in capsys.readouterr().out
+    assert isinstance(Run.open(run).model("dpsgd-layer4").layer4[0].bn1, nn.GroupNorm)
+    assert main(["evaluate", str(run)]) == 0 and main(["report", str(run)]) == 0
+    assert (
+        "NO guarantee" in (run / "report.html").read_text()
+        and "NO guarantee" in (run / "retrain/dpsgd-layer4/README.md").read_text()
+    )
+
+
+# --- the short ones ------------------------------------------------------------------------------------------
+
+
+def test_short_losses_equal_loops_over_samples():
+    torch.manual_seed(0)
+    z, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 0])
+    smooth, penalised = 0.0, 0.0
+    for row, label in zip(z, y):
+        p = row.softmax(0).tolist()
+        target = [0.1 / 4 + (0.9 if c == label else 0) for c in range(4)]
+        smooth -= sum(t * math.log(v) for t, v in zip(target, p)) / 5
+        penalised += (-math.log(p[label]) + 0.3 * sum(v * math.log(v) for v in p)) / 5
+    assert float(LabelSmoothing(smoothing=0.1).loss(step(z, y, 0))) == pytest.approx(smooth)
+    assert float(ConfidencePenalty(beta=0.3).loss(step(z, y, 0))) == pytest.approx(penalised)
+
+
+def test_mixup_trains_on_blends_and_blended_losses():
+    seen = []
+
+    def linear(x):
+        seen.append(x)
+        return x.flatten(1)[:, :3]
+
+    x, y = torch.randn(4, 3, 1, 1), torch.tensor([0, 1, 2, 0])
+    torch.manual_seed(1)
+    found = Mixup(alpha=0.7).loss(pptp.Step(linear, x, y, None, 0))
+    torch.manual_seed(1)
+    weight = float(torch.distributions.Beta(0.7, 0.7).sample())
+    other = torch.randperm(4)
+    blend = weight * x + (1 - weight) * x[other]
+    expected = weight * F.cross_entropy(blend.flatten(1), y) + (1 - weight) * F.cross_entropy(
+        blend.flatten(1), y[other]
+    )
+    assert len(seen) == 1 and torch.allclose(seen[0], blend) and torch.isclose(found, expected)
