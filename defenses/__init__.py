@@ -1,8 +1,12 @@
 """The defenses: name -> class. Each is a `Defense`, usable on the whole model or from a cut on."""
 
 from .advreg import AdvReg
+from .ccl import CCL
 from .confidence_penalty import ConfidencePenalty
+from .cskd import CSKD
 from .dpsgd import DPSGD
+from .early_stopping import EarlyStopping
+from .hamp import HAMP
 from .label_smoothing import LabelSmoothing
 from .mixup import Mixup
 from .plain import Plain
@@ -18,4 +22,8 @@ DEFENSES = {
     "label_smoothing": LabelSmoothing,
     "confidence_penalty": ConfidencePenalty,
     "mixup": Mixup,
+    "early_stopping": EarlyStopping,
+    "ccl": CCL,
+    "hamp": HAMP,
+    "cskd": CSKD,
 }

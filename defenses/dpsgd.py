@@ -34,6 +34,7 @@ class DPSGD(Defense):
     max_grad_norm: float = 1.0
     delta: float = 0.0  # 0: one over the number of members
     accountant: str = "rdp"  # or "prv", tighter and slow
+    clipping: str = "hooks"  # per-sample gradients, or "ghost": their norms only, less memory
     physical_batch: int = 0  # largest batch in memory at once; 0: the whole batch
     trunk_data: str = "same"  # what the frozen layers were trained on: same, disjoint or public
     secret_noise: bool = (
@@ -47,14 +48,17 @@ class DPSGD(Defense):
             "max_grad_norm": (self.max_grad_norm > 0, "above 0"),
             "delta": (0 <= self.delta < 1, "between 0 and 1"),
             "accountant": (self.accountant in ("rdp", "prv"), "rdp or prv"),
+            "clipping": (self.clipping in ("hooks", "ghost"), "hooks or ghost"),
             "physical_batch": (self.physical_batch >= 0, "0 or above"),
             "trunk_data": (self.trunk_data in SCOPES, f"one of {', '.join(SCOPES)}"),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise UserError(f"dpsgd {name} is {getattr(self, name)}: it must be {rule}")
-        if recipe.clip_grad or recipe.amp != "no":
-            raise UserError("dpsgd clips each sample's gradient itself, in full precision: leave out clip_grad and amp")
+        if recipe.clip_grad or recipe.sam_rho or recipe.amp != "no":
+            raise UserError(
+                "dpsgd clips each sample's gradient itself, in full precision: leave out clip_grad, sam_rho and amp"
+            )
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("dpsgd runs in one process here: start it without torchrun")
 
@@ -72,6 +76,7 @@ class DPSGD(Defense):
                 model,
                 data.members,
                 recipe,
+                loss=session.loss,
                 monitors=(*monitors, session),
                 checkpoint=checkpoint,
                 prepare=session.prepare,
@@ -134,6 +139,7 @@ class Session(Monitor):
         self.steps_per_epoch = math.ceil(members / recipe.batch_size)
         self.noise = settings.noise_multiplier or self._calibrated()
         self.sampling, self.noising = torch.Generator(), torch.Generator()
+        self.criterion = nn.CrossEntropyLoss()
 
     def _calibrated(self) -> float:
         """The smallest noise that keeps `epsilon`; by RDP, which is quick, so that PRV can only find less spent."""
@@ -162,7 +168,7 @@ class Session(Monitor):
         )
         self.undo.enter_context(per_sample_ready(model))
         train_mode(model)  # Opacus asks for it; frozen layers stay in eval mode
-        wrapped, optimizer, loader = self.engine.make_private(
+        wrapped, optimizer, *criterion, loader = self.engine.make_private(
             module=model,
             optimizer=optimizer,
             data_loader=plain,
@@ -170,7 +176,11 @@ class Session(Monitor):
             max_grad_norm=self.settings.max_grad_norm,
             poisson_sampling=True,
             noise_generator=self.noising,
+            criterion=nn.CrossEntropyLoss(),
+            grad_sample_mode=self.settings.clipping,
         )
+        if criterion:  # ghost clipping brings its own, with two backward passes in one
+            self.criterion = criterion[0]
         self.undo.callback(_clean, wrapped)
         if self.settings.physical_batch:
             loader = self.undo.enter_context(
@@ -180,6 +190,9 @@ class Session(Monitor):
             )
         loader.set_epoch = self.set_epoch
         return wrapped, optimizer, loader
+
+    def loss(self, step):
+        return self.criterion(step.logits, step.targets)
 
     def set_epoch(self, epoch: int) -> None:
         """Sampling and noise are functions of (seed, epoch), so that a resumed run draws the same."""

@@ -39,6 +39,8 @@ HELP = {
     "workers": "data loading processes",
     "full_checkpoint": "take M_all from this file",
     "half_checkpoint": "take M_h1 from this file",
+    "sam_rho": "radius of sharpness-aware minimisation, 0 = off",
+    "procedure": "train both models by this defense instead of plain cross-entropy, e.g. cskd",
     "splits_file": "take the parts from this .npz of sample ids (h1, h2, nonmembers, test, reference) instead of drawing them",
     "initial_checkpoint": "the weights that both started from",
     "keep_epochs": "epochs whose weights to keep for --rewind epoch=K, e.g. 1,5",
@@ -72,9 +74,20 @@ def parser() -> argparse.ArgumentParser:
     localize.add_argument("--no-probes", action="store_true", help="distances only")
 
     retrain = command("retrain", "freeze, rewind and retrain under a defense, with its control")
-    retrain.add_argument("--defense", required=True, help="a name such as relaxloss, or module:Class")
     retrain.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a setting of the defense; may be repeated"
+        "--defense", action="append", required=True, help="a name such as relaxloss, or module:Class; may be repeated"
+    )
+    retrain.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="a setting of the defense, of several ones as DEFENSE.FIELD=VALUE; may be repeated",
+    )
+    retrain.add_argument(
+        "--trunk-data",
+        choices=("same", "disjoint", "public"),
+        help="dpsgd: what the frozen layers were trained on, for what epsilon covers (same)",
     )
     retrain.add_argument(
         "--cut", default="auto", help="first stage or block to retrain; auto, strict, block, head or scratch"
@@ -173,10 +186,12 @@ def run_command(arguments: argparse.Namespace) -> None:
         )
     elif arguments.command == "retrain":
         changes = {f.name: settings[f.name] for f in fields(Recipe) if f.name in settings}
+        from .plugins import share_out
+
+        wanted = arguments.set + ([f"trunk_data={arguments.trunk_data}"] if arguments.trunk_data else [])
         commands.retrain_run(
             arguments.run,
-            arguments.defense,
-            arguments.set,
+            share_out("defenses", arguments.defense, wanted),
             changes,
             arguments.cut,
             arguments.rewind,

@@ -19,6 +19,7 @@ from .plugins import build, find
 from .report import activity, write_report
 from .retrain import Defense, retrain
 from .runs import UNDEFENDED, Run, differences, measured, read_json, write_json, write_jsonl, write_npz
+from .splits import TrainingData
 from .stages import SCRATCH, split_at
 from .training import Monitor, fit, main_process, make_optimizer
 
@@ -72,18 +73,25 @@ def _train_one(run: Run, name: str, part) -> None:
     title = f"{name} ({len(part)} images)"
     cost: dict[str, float] = {}
     with measured(cost):
-        history = fit(
-            model, part, run.experiment.recipe, monitors=keep, checkpoint=folder / "checkpoint.pt", title=title
-        )
+        summary = _by_procedure(run, model, part, keep, folder / "checkpoint.pt", title)
     if not main_process():
         return
-    cost["seconds"] = history.summary()["seconds"]  # of all epochs, also of those before a resume
-    write_jsonl(folder / "history.jsonl", history.rows)
+    cost["seconds"] = summary["seconds"]  # of all epochs, also of those before a resume
+    _keep_history(folder)
     write_json(folder / "cost.json", cost)
     card = "Trained by pptp without a privacy defense. It memorises; do not publish it."
     run.save_model(name, model, f"# {run.experiment.model}, {name}\n\n{card}\n")
     (folder / "checkpoint.pt").unlink(missing_ok=True)
-    print(f"{name}: {_sentence(history.summary())}")
+    print(f"{name}: {_sentence(summary)}")
+
+
+def _by_procedure(run: Run, model, part, monitors, checkpoint: Path, title: str) -> dict:
+    """Plain training, or that of a defense used as a recipe (CS-KD): the same for both models."""
+    recipe, procedure = run.experiment.recipe, run.experiment.procedure
+    if procedure == "plain":
+        return fit(model, part, recipe, monitors=monitors, checkpoint=checkpoint, title=title).summary()
+    data = TrainingData(part, run.splits.reference)
+    return build("defenses", procedure).train(model, data, recipe, monitors=monitors, checkpoint=checkpoint)
 
 
 def _adopt(run: Run, name: str, checkpoint: str) -> None:
@@ -173,8 +181,7 @@ def resolve_cut(run: Run, cut: str) -> str:
 
 def retrain_run(
     path: str,
-    defense: str,
-    settings: list[str],
+    defenses: dict[str, list[str]],
     recipe_changes: dict,
     cut: str = "auto",
     rewind: str = "init",
@@ -182,23 +189,18 @@ def retrain_run(
     control: bool = True,
     fresh: bool = False,
 ) -> None:
-    """`pptp retrain`: Algorithm 1 with a defense, and the same with plain cross-entropy as its control."""
+    """`pptp retrain`: Algorithm 1 with each defense (name -> settings), and with plain cross-entropy as their control."""
     run = Run.open(path)
     recipe = retrain_recipe(run.experiment.recipe, recipe_changes)
     first_stage = resolve_cut(run, cut)
-    jobs = [
-        _Job(
-            _checked_name(name) or _job_name(defense, cut, rewind),
-            defense,
-            tuple(settings),
-            first_stage,
-            rewind,
-            recipe,
-        )
-    ]
-    if control and defense != "plain":
-        control_name = f"{name}-control" if name else _job_name("plain", cut, rewind)
-        jobs.append(_Job(control_name, "plain", (), first_stage, rewind, recipe))
+    if _checked_name(name) and len(defenses) > 1:
+        raise UserError("name goes with one defense: leave it out, and each gets a folder of its own")
+    if control and "plain" not in defenses:
+        defenses = {**defenses, "plain": []}
+    jobs = []
+    for defense, settings in defenses.items():
+        own = name and (f"{name}-control" if defense == "plain" and len(defenses) > 1 else name)
+        jobs.append(_Job(own or _job_name(defense, cut, rewind), defense, tuple(settings), first_stage, rewind, recipe))
     waiting = [job for job in jobs if job.is_needed(run, fresh)]  # refuses before anything is trained or deleted
     if waiting:
         base = run.model(UNDEFENDED)

@@ -54,6 +54,7 @@ class Recipe:
     sched: str = "cosine"
     warmup_epochs: int = 0
     clip_grad: float = 0.0  # largest gradient norm; 0 = no clipping
+    sam_rho: float = 0.0  # radius of sharpness-aware minimisation around any optimizer; 0 = off
     augment: bool = True  # random crop and flip
     seed: int = 42
     device: str = "auto"  # "auto", "cpu"; several processes: torchrun
@@ -64,6 +65,8 @@ class Recipe:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.sam_rho < 0 or (self.sam_rho and self.amp == "fp16"):
+            raise UserError(f"sam_rho is {self.sam_rho}: it must be 0 or above, and goes without fp16")
         if self.seed < 0:
             raise UserError(f"seed is {self.seed}: it must be 0 or above")
         if not self.lr > 0:
@@ -88,6 +91,7 @@ class Experiment:
     full_checkpoint: str = ""  # take M_all, M_h1 and the initial weights from files instead of training
     half_checkpoint: str = ""
     initial_checkpoint: str = ""
+    procedure: str = "plain"  # how both models are trained: any defense, e.g. cskd
     splits_file: str = (
         ""  # .npz with the sample ids of h1, h2, nonmembers, test (and reference) instead of drawing them
     )

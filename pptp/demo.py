@@ -36,9 +36,9 @@ def demo(path: str, fresh: bool = False) -> None:
     print(INTRODUCTION)
     commands.train_run(path, experiment(SETTINGS), fresh)
     commands.localize_run(path, delta=DELTA, fresh=fresh)
-    commands.retrain_run(path, "relaxloss", [ALPHA], {}, fresh=fresh)
+    commands.retrain_run(path, {"relaxloss": [ALPHA]}, {}, fresh=fresh)
     whole = {"epochs": SETTINGS["epochs"]}  # what the defense does without PPTP, at its full price
-    commands.retrain_run(path, "relaxloss", [ALPHA], whole, cut="scratch", control=False, fresh=fresh)
+    commands.retrain_run(path, {"relaxloss": [ALPHA]}, whole, cut="scratch", control=False, fresh=fresh)
     print()
     commands.evaluate_run(path, [], fresh)
     commands.report_run(path)

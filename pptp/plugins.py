@@ -64,6 +64,25 @@ def build(package: str, name: str, settings: Sequence[str] = ()):
     return cls(**{key: convert(key, text, hints[key]) for key, text in values.items()})
 
 
+def share_out(package: str, names: Sequence[str], settings: Sequence[str]) -> dict[str, list[str]]:
+    """Which settings go to which plug-in: "name.field=value" to that one, "field=value" to all that have the field."""
+    shares: dict[str, list[str]] = {name: [] for name in names}
+    for text in settings:
+        key = text.partition("=")[0]
+        owner, dot, field = key.rpartition(".")
+        if dot and owner not in shares:
+            raise UserError(f"{text!r} is for {owner!r}, which is not among {', '.join(shares)}")
+        takers = [owner] if dot else [name for name in shares if key in _fields(package, name)] or list(shares)[:1]
+        for name in takers:  # one that lacks the field refuses it by name
+            shares[name].append(text.removeprefix(f"{owner}.") if dot else text)
+    return shares
+
+
+def _fields(package: str, name: str) -> list[str]:
+    found = find(package, name)
+    return [f.name for f in dataclasses.fields(found)] if dataclasses.is_dataclass(found) else []
+
+
 def parse_settings(settings: Sequence[str]) -> dict[str, str]:
     values = {}
     for text in settings:

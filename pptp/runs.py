@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from . import models, sources, splits
 from .config import Experiment
 from .errors import UserError
+from .plugins import build
 from .retrain import Defense, replay_adapt
 from .stages import Stage, stages
 from .training import device, make_optimizer
@@ -93,9 +94,14 @@ class Run:
     def _check(self) -> None:
         """Refuse bad data, model, optimizer or checkpoints before anything is written."""
         vars(self)["splits"] = self._draw_splits()  # anew, also where an older run left some
-        model = self.fresh_model()
-        make_optimizer(model, self.experiment.recipe)
-        e = self.experiment
+        model, e = self.fresh_model(), self.experiment
+        make_optimizer(model, e.recipe)
+        procedure = build("defenses", e.procedure)
+        procedure.check(self.splits.classes, e.recipe)
+        if type(procedure).adapt is not Defense.adapt:
+            raise UserError(
+                f"{e.procedure} changes the model, so the two models cannot be trained by it: use it in pptp retrain --cut scratch"
+            )
         for path in filter(None, [e.full_checkpoint, e.half_checkpoint, e.initial_checkpoint]):
             models.load_weights(model, models.read_weights(path), path)
 
@@ -174,8 +180,6 @@ class Run:
         """Replay the layer swaps of a defense, so that its weights fit."""
         record = self.folder(name) / "defense.json"
         if record.exists():
-            from .plugins import build
-
             saved = read_json(record, "")
             defense = build("defenses", saved["defense"], saved["set"])
             if type(defense).adapt is not Defense.adapt:

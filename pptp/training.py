@@ -111,12 +111,14 @@ def fit(
     monitors: Sequence[Monitor] = (),
     checkpoint: str | Path | None = None,
     prepare: Prepare | None = None,
+    stop_after: int | None = None,
     title: str = "training",
 ) -> History:
     """Train the weights of `model` that require gradients, in place; frozen modules stay in eval mode.
 
     checkpoint: a file to resume from if it is there, rewritten after every epoch.
     prepare: wraps (model, optimizer, loader) instead of Accelerate, for engines that bring their own.
+    stop_after: epochs to train, on the schedule of all of them.
     """
     accelerator = _accelerator(recipe)
     data = indexed(data)
@@ -135,7 +137,7 @@ def fit(
         saved = Checkpoint(checkpoint, model, optimizer, schedule, accelerator.scaler, monitors, fingerprint)
         history = History(saved.resume())
         with _progress(title, recipe, loader, len(history.rows), accelerator) as bar:
-            for epoch in range(len(history.rows), recipe.epochs):
+            for epoch in range(len(history.rows), min(recipe.epochs, stop_after or recipe.epochs)):
                 train_mode(wrapped)
                 loader.set_epoch(epoch)
                 if recipe.augment:  # accelerate reaches the sampler or the data set, not both
@@ -172,12 +174,14 @@ def _epoch(accelerator, model, loader, optimizer, loss, epoch, recipe, monitors,
         inputs, targets, indices = (tensor.to(accelerator.device) for tensor in batch)
         step = Step(model, inputs, targets, indices, epoch)
         value = _checked(loss, step)
-        number = float(value.detach())
+        number = float(value.item())
         if not math.isfinite(number):
             raise UserError(
                 f"the loss became {number} in epoch {epoch + 1}: lower lr (now {recipe.lr}), or set clip_grad"
             )
-        accelerator.backward(value)
+        _backward(accelerator, value)
+        if recipe.sam_rho:
+            sharpness_aware(model, lambda: _backward(accelerator, _checked(loss, again(step))), recipe.sam_rho)  # noqa: B023
         for monitor in monitors:
             monitor.after_backward(step)
         if recipe.clip_grad:
@@ -207,6 +211,42 @@ def _checked(loss: Loss, step: Step) -> Tensor:
                 "BatchNorm cannot train on a batch of one sample: raise --batch-size or --img-size"
             ) from error
         raise
+
+
+def _backward(accelerator, value) -> None:
+    """Through Accelerate for tensors; Opacus' ghost clipping returns an object with a backward of its own."""
+    if isinstance(value, Tensor):
+        accelerator.backward(value)
+    else:
+        value.backward()
+
+
+def again(step: Step) -> Step:
+    """The same batch, to be run anew."""
+    return replace(step, logs={})
+
+
+def sharpness_aware(model: nn.Module, backward: Callable[[], None], rho: float) -> None:
+    """Replace the gradient by the one at w + rho g/||g|| (SAM, Foret et al., ICLR 2021, arXiv 2010.01412).
+
+    BatchNorm's running statistics are held during the second pass, which is not where the model is.
+    """
+    moved = [p for p in model.parameters() if p.grad is not None]
+    norm = torch.stack([p.grad.norm() for p in moved]).norm() + 1e-12
+    steps = [rho / norm * p.grad for p in moved]
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    momenta = [m.momentum for m in norms]
+    with torch.no_grad():
+        torch._foreach_add_(moved, steps)
+    for m in norms:
+        m.momentum = 0.0
+    for p in moved:
+        p.grad = None
+    backward()
+    with torch.no_grad():
+        torch._foreach_sub_(moved, steps)
+    for m, momentum in zip(norms, momenta):
+        m.momentum = momentum
 
 
 def _over_processes(accelerator, totals: dict[str, float]) -> dict[str, float]:

@@ -182,6 +182,22 @@ def test_commands_do_nothing_twice(run, capsys):
     assert stamps == {p: p.stat().st_mtime_ns for p in run.rglob("*.safetensors")}
 
 
+def test_several_defenses_in_one_go(copy_of_run):
+    words = "--defense label_smoothing --defense mixup --set mixup.alpha=0.3 --set smoothing=0.2 --cut head --epochs 2".split()
+    assert main(["retrain", str(copy_of_run), *words]) == 0
+    saved = {
+        p.parent.name: json.loads(p.read_text())["set"] for p in (copy_of_run / "retrain").glob("*-head/defense.json")
+    }
+    assert saved == {"label_smoothing-head": ["smoothing=0.2"], "mixup-head": ["alpha=0.3"], "plain-head": []}
+
+
+def test_base_trained_by_another_procedure(tmp_path):
+    assert main(["train", str(tmp_path / "r"), *SMALL, "--epochs", "2", "--procedure", "cskd"]) == 0
+    plain = pptp.create("test_resnet", 10, 32)
+    assert Run.open(tmp_path / "r").model("undefended").fc.weight.shape == plain.fc.weight.shape
+    assert len((tmp_path / "r/half/history.jsonl").read_text().splitlines()) == 2
+
+
 def test_rewind_to_an_early_epoch_and_fine_tuning(copy_of_run):
     for rewind, name in (("epoch=3", "plain-head-epoch3"), ("none", "plain-head-none")):
         assert (
@@ -287,6 +303,9 @@ def test_no_two_settings_share_a_name_and_every_help_text_has_its_setting():
         (["--model-kwargs", "colour=red"], "colour"),
         (["--full-checkpoint", "missing.pt"], "give both"),
         (["--seed", "-1"], "seed is -1"),
+        (["--procedure", "dpsgd"], "dpsgd changes the model"),
+        (["--procedure", "cskdd"], "did you mean cskd"),
+        (["--sam-rho", "-1"], "sam_rho is -1"),
         (["--val-split", "val"], "digits has no splits"),
         (["--splits-file", "missing.npz"], "cannot read sample ids from missing.npz"),
     ],
@@ -317,6 +336,11 @@ def test_unknown_config_key(tmp_path, capsys):
         (["--defense", "relaxloss", "--epochs", "3"], "make it even"),
         (["--defense", "relaxloss", "--set", "alpha=0.5", "--cut", "layer3", "--epochs", "4"], "other settings"),
         (["--defense", "no.module:Thing"], "cannot load 'no.module:Thing'"),
+        (
+            ["--defense", "mixup", "--defense", "ccl", "--set", "hamp.gamma=1"],
+            "is for 'hamp', which is not among mixup, ccl",
+        ),
+        (["--defense", "mixup", "--defense", "ccl", "--name", "x"], "name goes with one defense"),
     ],
 )
 def test_bad_retraining_input(words, says, copy_of_run, capsys):

@@ -18,7 +18,11 @@ from pptp.stages import split_at, stages
 from pptp.training import Step, fit
 
 each_defense = pytest.mark.parametrize("name", DEFENSES)
-SMALL = {"selena": {"k": 3, "l": 1}, "advreg": {"k": 1}}  # settings that keep the tests quick
+SMALL = {
+    "selena": {"k": 3, "l": 1},
+    "advreg": {"k": 1},
+    "early_stopping": {"share": 0.8},
+}  # settings that keep the tests quick
 
 
 def small(name):

@@ -11,19 +11,36 @@ from test_defenses import step
 from torch import nn
 
 import pptp
-from defenses import DEFENSES, DPSGD, AdvReg, ConfidencePenalty, LabelSmoothing, Mixup, Selena
+from defenses import (
+    CCL,
+    CSKD,
+    DEFENSES,
+    DPSGD,
+    HAMP,
+    AdvReg,
+    ConfidencePenalty,
+    EarlyStopping,
+    LabelSmoothing,
+    Mixup,
+    Selena,
+)
 from defenses.advreg import Adversary, InferenceNetwork
+from defenses.cskd import Partners, distillation
 from defenses.dpsgd import Session, group_norm, per_sample_ready
+from defenses.hamp import soft_labels
 from defenses.selena import Lookup, _mean_over, leave_out, soft_cross_entropy
 from pptp.cli import main
 from pptp.runs import Run
 from pptp.stages import freeze, split_at, stages, train_mode
+from pptp.training import sharpness_aware
 
 BAD = [
     ("advreg", {"alpha": 0}, "alpha is 0"), ("advreg", {"k": 0}, "k is 0"), ("advreg", {"warmup": 2}, "warmup is 2"),
     ("selena", {"k": 3, "l": 3}, "1 <= l < k"), ("selena", {"clip_grad": 0}, "clip_grad is 0"), ("selena", {"processes": 0}, "processes is 0"),
     ("dpsgd", {"epsilon": 0}, "epsilon is 0"), ("dpsgd", {"delta": 1.0}, "delta is 1.0"), ("dpsgd", {"max_grad_norm": 0}, "max_grad_norm is 0"),
     ("dpsgd", {"accountant": "gdp"}, "rdp or prv"), ("dpsgd", {"trunk_data": "mine"}, "same, disjoint, public"),
+    ("dpsgd", {"clipping": "flat"}, "hooks or ghost"), ("ccl", {"alpha": 1.0}, "alpha is 1.0"), ("early_stopping", {"share": 1.0}, "share is 1.0"),
+    ("hamp", {"gamma": 1.0}, "gamma is 1.0"), ("hamp", {"alpha": -1}, "alpha is -1"), ("cskd", {"temperature": 0}, "temperature is 0"),
     ("label_smoothing", {"smoothing": 1.0}, "smoothing is 1.0"), ("confidence_penalty", {"beta": 0}, "beta is 0"), ("mixup", {"alpha": 0}, "alpha is 0"),
 ]  # fmt: skip
 
@@ -314,6 +331,127 @@ def test_short_losses_equal_loops_over_samples():
         penalised += (-math.log(p[label]) + 0.3 * sum(v * math.log(v) for v in p)) / 5
     assert float(LabelSmoothing(smoothing=0.1).loss(step(z, y, 0))) == pytest.approx(smooth)
     assert float(ConfidencePenalty(beta=0.3).loss(step(z, y, 0))) == pytest.approx(penalised)
+
+
+def test_ccl_equals_a_loop_and_is_concave_in_the_probability():
+    torch.manual_seed(0)
+    z, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 0])
+    p = [float(row.softmax(0)[label]) for row, label in zip(z, y)]
+    expected = np.mean([-0.3 * math.log(v) - 0.7 * math.exp(v) for v in p])
+    assert float(CCL(alpha=0.3).loss(step(z, y, 0))) == pytest.approx(expected)
+
+
+def test_hamp_labels_have_the_entropy_asked_for():
+    soft = soft_labels(torch.tensor([2, 0]), 10, 0.8)
+    assert torch.allclose(soft.sum(1), torch.ones(2, dtype=torch.float64)) and soft.argmax(1).tolist() == [2, 0]
+    assert (-(soft * soft.log()).sum(1)).tolist() == pytest.approx([0.8 * math.log(10)] * 2)
+
+
+def test_hamp_loss_equals_a_loop():
+    torch.manual_seed(0)
+    z, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 0])
+    total = 0.0
+    for row, target in zip(z, soft_labels(y, 4, 0.7)):
+        p = row.softmax(0).tolist()
+        total += sum(float(t) * (math.log(t) - math.log(v)) for t, v in zip(target, p)) + 0.2 * sum(
+            v * math.log(v) for v in p
+        )
+    assert float(HAMP(gamma=0.7, alpha=0.2).loss(step(z, y, 0))) == pytest.approx(total / 5)
+
+
+def test_hamp_outputs_keep_the_order_and_say_nothing_else(model, splits):
+    x = torch.stack([splits.test[i][0] for i in range(12)])
+    with torch.no_grad():
+        plain = model.eval()(x)
+        HAMP().adapt(model)
+        modified, one_by_one = model(x), torch.cat([model(row[None]) for row in x])
+    assert torch.equal(plain.argsort(1), modified.argsort(1)) and not torch.allclose(plain, modified)
+    assert torch.equal(modified, one_by_one)  # not a matter of the batch
+    lent = {tuple(row) for row in model._forward_hooks[next(iter(model._forward_hooks))].lent.tolist()}
+    assert all(tuple(row) in lent for row in modified.sort(1).values.tolist())
+
+
+def test_hamp_does_not_touch_training_and_forgets_what_it_borrowed(model):
+    HAMP().adapt(model)
+    hook = next(iter(model._forward_hooks.values()))
+    model.eval()(torch.randn(2, 3, 32, 32))
+    assert hook.lent is not None
+    model.train()(torch.randn(2, 3, 32, 32))
+    assert hook.lent is None
+
+
+def test_cskd_distillation_equals_the_formula():
+    torch.manual_seed(0)
+    z, other = (
+        torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
+        torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
+    )
+    found = distillation(z, other, 4.0)
+    expected = np.mean(
+        [
+            sum(q * math.log(q / p) for p, q in zip((a / 4).softmax(0).tolist(), (b / 4).softmax(0).tolist()))
+            for a, b in zip(z, other)
+        ]
+    )
+    assert float(found) == pytest.approx(16 * expected)
+    found.backward()
+    assert other.grad is None and z.grad.abs().sum() > 0
+
+
+def test_cskd_partners_are_of_the_same_class(model, splits, quick):
+    asked = []
+
+    class Watching(nn.Module):
+        def forward(self, x):
+            asked.append(x)
+            return torch.zeros(len(x), 4)
+
+    targets = torch.tensor([0, 3, 1])
+    Partners(CSKD(), splits.members, 0).loss(pptp.Step(Watching(), torch.zeros(3, 3, 32, 32), targets, None, 0))
+    by_pixels = {
+        tuple(splits.members[i][0].flatten()[:5].tolist()): int(splits.members.labels[i])
+        for i in range(len(splits.members))
+    }
+    assert [by_pixels[tuple(x.flatten()[:5].tolist())] for x in asked[0]] == targets.tolist()
+
+
+def test_early_stopping_is_the_start_of_plain_training(model, splits, quick):
+    recipe = pptp.Recipe(**{**vars(quick), "epochs": 10})
+    twin = copy.deepcopy(model)
+    result = pptp.retrain(model, None, "scratch", EarlyStopping(share=0.3), splits, recipe)
+    history = pptp.fit(twin, splits.members, recipe)
+    assert result["epochs"] == 3 and result["loss"] == history.rows[2]["loss"]
+
+
+def test_ghost_clipping_does_what_hooks_do(splits, quick):
+    results = []
+    for clipping in ("hooks", "ghost"):
+        model = pptp.create("test_vit", 4, 32)
+        pptp.retrain(model, None, "blocks.5", DPSGD(noise_multiplier=0.5, clipping=clipping), splits, quick)
+        results.append(torch.cat([p.detach().flatten() for p in model.blocks[5].parameters()]))
+    assert torch.allclose(*results, atol=1e-3)
+
+
+def test_sharpness_aware_gradient_is_the_one_at_the_worst_point_nearby():
+    """f(w) = w^4 / 4 at w = 2: the gradient is taken at w + rho, and the weight comes back."""
+    net = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        net.weight.fill_(2.0)
+
+    def backward():
+        (net.weight**4 / 4).sum().backward()
+
+    backward()
+    sharpness_aware(net, backward, rho=0.5)
+    assert float(net.weight) == pytest.approx(2.0) and float(net.weight.grad) == pytest.approx(2.5**3)
+
+
+def test_sam_is_an_option_of_every_training_and_holds_batchnorm(model, splits, quick):
+    twin = copy.deepcopy(model)
+    pptp.fit(model, splits.members, pptp.Recipe(**{**vars(quick), "epochs": 1, "batch_size": 80}))
+    pptp.fit(twin, splits.members, pptp.Recipe(**{**vars(quick), "epochs": 1, "batch_size": 80, "sam_rho": 0.1}))
+    assert torch.equal(model.bn1.running_mean, twin.bn1.running_mean)  # one pass counts, not two
+    assert not torch.equal(model.fc.weight, twin.fc.weight)
 
 
 def test_mixup_trains_on_blends_and_blended_losses():
