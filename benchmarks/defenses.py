@@ -84,7 +84,7 @@ def main() -> None:
     torch.manual_seed(0)
     if given.memory_of:
         return memory_job(given.memory_of, given.cut, int(given.samples))
-    samples, rounds = (128, 1) if given.quick else (512, 3)
+    samples, rounds = (128, 1) if given.quick else (256, 3)
     splits = made(samples)
     run_once("plain", "scratch", splits)  # warm up
     rows, step = [], {}

@@ -1,5 +1,6 @@
 """Adversarial regularization (Nasr, Shokri & Houmansadr, CCS 2018, arXiv 1807.05852)."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from torch.utils.data import Dataset, default_collate
 from pptp.errors import UserError
 from pptp.retrain import Defense
 from pptp.training import Monitor, Step, fit
+
+CHANCE = math.log(0.5)  # gain of a network that cannot tell; until it can, the added term does nothing
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class Adversary(Monitor):
             return plain
         self.network.to(step.inputs.device)
         gains = [self._attack_step(step) for _ in range(self.settings.k)]
-        step.logs.update(active=1.0, gain=sum(gains) / len(gains))
+        gain = sum(gains) / len(gains)
+        step.logs.update(active=float(gain > CHANCE + 0.01), gain=gain)
         guessed = self.network(step.logits.softmax(1), step.targets).sigmoid()
         return plain + self.settings.alpha * (guessed.mean() - 0.5)
 

@@ -2,6 +2,7 @@
 
 import copy
 import multiprocessing
+import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +48,7 @@ class Selena(Defense):
         left_out = leave_out(len(members), self.k, self.l, recipe.seed)  # (n, k) bool
         shared = any(getattr(module, "pptp_frozen", False) for module in model.modules())
         folder = Path(checkpoint).with_suffix(".selena") if checkpoint else None
-        said = self._sub_models(model, members, left_out, recipe, folder)  # (k, n, classes)
+        said, seconds = self._sub_models(model, members, left_out, recipe, folder)  # (k, n, classes)
         teacher = _mean_over(said, left_out)
         confidence = _in_out_confidence(said, left_out, members.labels)
         print(
@@ -65,11 +66,12 @@ class Selena(Defense):
             checkpoint=checkpoint,
             title="selena student",
         )
-        return {**history.summary(), "active": 1.0, **confidence}
+        summary = history.summary()
+        return {**summary, "seconds": summary["seconds"] + seconds, "active": 1.0, **confidence}
 
     def _sub_models(
         self, model: nn.Module, members: Dataset, left_out: np.ndarray, recipe, folder: Path | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, float]:
         """What every sub-model says of every member: probabilities (k, n, classes). Finished ones are read back."""
         jobs = [
             (
@@ -83,24 +85,28 @@ class Selena(Defense):
             for k in range(self.k)
         ]
         if self.processes == 1:
-            return torch.stack([_sub_model(*job) for job in jobs])
+            done = dict(enumerate(_sub_model(*job) for job in jobs))
+            return torch.stack([done[k][0] for k in done]), sum(done[k][1] for k in done)
         threads = max(1, torch.get_num_threads() // self.processes)
         with ProcessPoolExecutor(
             self.processes, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,)
         ) as pool:
             futures = {pool.submit(_sub_model, *job): job[4] for job in jobs}
             done = {futures[future]: future.result() for future in as_completed(futures)}
-        return torch.stack([done[k] for k in range(self.k)])
+        return torch.stack([done[k][0] for k in range(self.k)]), sum(done[k][1] for k in done)
 
 
-def _sub_model(model: nn.Module, members: Dataset, rows: np.ndarray, recipe, k: int, folder: Path | None) -> Tensor:
-    """Train sub-model k on `rows` of the members and return its probabilities on all of them, (n, classes)."""
+def _sub_model(
+    model: nn.Module, members: Dataset, rows: np.ndarray, recipe, k: int, folder: Path | None
+) -> tuple[Tensor, float]:
+    """Train sub-model k on `rows` of the members: its probabilities on all of them, (n, classes), and the seconds it took."""
     saved = folder / f"said_{k}.pt" if folder else None
     if saved and saved.exists():
         return torch.load(saved, weights_only=True)
+    started = time.perf_counter()
     checkpoint = folder / f"sub_{k}.pt" if folder else None
     fit(model, Part(members, rows, f"sub-model {k}"), recipe, checkpoint=checkpoint, title=f"selena sub-model {k + 1}")
-    said = collect(model, members).logits.softmax(1)
+    said = collect(model, members).logits.softmax(1), time.perf_counter() - started
     if saved:
         atomically(saved, lambda temporary: torch.save(said, temporary))
         checkpoint.unlink(missing_ok=True)

@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     retrain.add_argument("--rewind", default="init", help="what the retrained layers start from: init, epoch=K or none")
     retrain.add_argument("--name", default="", help="folder below RUN/retrain")
     retrain.add_argument("--no-control", action="store_true", help="do not also retrain with plain cross-entropy")
-    _add_settings(retrain, {f.name: flat_fields()[f.name] for f in fields(Recipe)})
+    _add_settings(retrain, {f.name: flat_fields()[f.name] for f in fields(Recipe)}, as_trained=True)
 
     evaluate = command("evaluate", "attack every model of the run, side by side")
     evaluate.add_argument(
@@ -107,10 +107,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add_settings(sub: argparse.ArgumentParser, settings: dict) -> None:
+def _add_settings(sub: argparse.ArgumentParser, settings: dict, as_trained: bool = False) -> None:
     """One flag per setting; absent ones stay absent, so that config files and defaults show through."""
     for name, (kind, default) in settings.items():
         flags = [f"--{name.replace('_', '-')}"] + ([SHORT[name]] if name in SHORT else [])
+        if as_trained:
+            default = "half of training's, made even" if name == "epochs" else "as in training"
         shown = f"{HELP.get(name, '')} ({default})" if default not in ("", {}, False) else HELP.get(name, "")
         if kind is bool:
             sub.add_argument(*flags, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=shown)
@@ -149,8 +151,12 @@ def _from_yaml(path: str | None) -> dict:
 
     try:
         loaded = yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read the config {path}: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise UserError(f"cannot read the config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark else ""
+        raise UserError(f"the config {path} is not YAML{where}: {getattr(error, 'problem', error)}") from error
     if not isinstance(loaded, dict):
         raise UserError(f"the config {path} must be a list of setting: value lines")
     loaded = {str(key).replace("-", "_"): value for key, value in loaded.items()}
@@ -221,7 +227,8 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
+            print(f"pptp: {error.strerror or error} ({error.filename})", file=sys.stderr)
+            return 2
         print(
             f"pptp: the disk is full ({error.filename or os.getcwd()}): free some space and run the same command again; what was finished is kept",
             file=sys.stderr,

@@ -15,7 +15,7 @@ from .config import Experiment, Recipe
 from .errors import UserError
 from .evaluate import Estimate, Evaluation, default_attacks, evaluate
 from .localize import localize
-from .plugins import build, find
+from .plugins import build, code_of, find, settings_of
 from .report import activity, write_report
 from .retrain import Defense, retrain
 from .runs import UNDEFENDED, Run, differences, measured, read_json, write_json, write_jsonl, write_npz
@@ -29,6 +29,7 @@ ATTACK_CAVEAT = "Score attacks on one model understate what an attacker with ref
 def train_run(path: str, experiment: Experiment, fresh: bool = False) -> Run:
     """M_all on the members and M_h1 on their first half, from the same initial weights."""
     run = Run.create(path, experiment, fresh)
+    print(_sizes(run))
     jobs = (
         (UNDEFENDED, run.splits.members, experiment.full_checkpoint),
         ("half", run.splits.h1, experiment.half_checkpoint),
@@ -41,6 +42,15 @@ def train_run(path: str, experiment: Experiment, fresh: bool = False) -> Run:
         else:
             _train_one(run, name, part)
     return run
+
+
+def _sizes(run: Run) -> str:
+    parts = {name: len(ids) for name, ids in run.splits.indices.items()}
+    unused = len(run.splits.pool) - sum(parts.values())
+    return (
+        f"members {parts['h1'] + parts['h2']} (halves {parts['h1']} and {parts['h2']}), reference {parts['reference']}, "
+        f"non-members {parts['nonmembers']}, test {parts['test']}, unused {unused}; {run.splits.classes} classes"
+    )
 
 
 def _initial_model(run: Run, folder: Path):
@@ -81,7 +91,7 @@ def _train_one(run: Run, name: str, part) -> None:
     write_json(folder / "cost.json", cost)
     card = "Trained by pptp without a privacy defense. It memorises; do not publish it."
     run.save_model(name, model, f"# {run.experiment.model}, {name}\n\n{card}\n")
-    (folder / "checkpoint.pt").unlink(missing_ok=True)
+    _forget_checkpoints(folder)
     print(f"{name}: {_sentence(summary)}")
 
 
@@ -199,6 +209,7 @@ def retrain_run(
         defenses = {**defenses, "plain": []}
     jobs = []
     for defense, settings in defenses.items():
+        _defense(defense, settings)  # or refuse it, before anything else
         own = name and (f"{name}-control" if defense == "plain" and len(defenses) > 1 else name)
         jobs.append(_Job(own or _job_name(defense, cut, rewind), defense, tuple(settings), first_stage, rewind, recipe))
     waiting = [job for job in jobs if job.is_needed(run, fresh)]  # refuses before anything is trained or deleted
@@ -242,12 +253,16 @@ class _Job:
     recipe: Recipe
 
     def plan(self) -> dict:
+        """As defense.json keeps it; of a defense from elsewhere with its code, since that has no version."""
+        chosen = _defense(self.defense, self.settings)
+        own = {"code": code_of(type(chosen))} if ":" in self.defense else {}
         return {
             "defense": self.defense,
-            "set": list(self.settings),
+            "set": settings_of(chosen),
             "cut": self.cut,
             "rewind": self.rewind,
             "recipe": asdict(self.recipe),
+            **own,
         }
 
     def is_needed(self, run: Run, fresh: bool) -> bool:
@@ -256,9 +271,10 @@ class _Job:
         if fresh or not (folder / "defense.json").exists():
             return True
         there = read_json(folder / "defense.json", "")
-        if differences({key: there[key] for key in self.plan()}, self.plan()):
+        different = differences({key: there.get(key) for key in self.plan()}, self.plan())
+        if different:
             raise UserError(
-                f"{folder} was retrained with other settings: pass --name for another folder, or --fresh to replace it"
+                f"{folder} was retrained with other settings ({'; '.join(different[:2])}): pass --name for another folder, or --fresh to replace it"
             )
         done = (folder / "last.safetensors").exists()
         if done:
@@ -267,10 +283,17 @@ class _Job:
 
     def check(self, run: Run, base, parts) -> None:
         """Refuse whatever cannot work."""
-        build("defenses", self.defense, self.settings).check(run.splits.classes, self.recipe)
+        _defense(self.defense, self.settings).check(run.splits.classes, self.recipe)
         split_at(parts, self.cut)
         make_optimizer(base, self.recipe)
         _rewind_state(run, self.rewind)
+
+
+def _defense(name: str, settings) -> Defense:
+    built = build("defenses", name, settings)
+    if not isinstance(built, Defense):
+        raise UserError(f"{name!r} is not a defense: it must be a class that inherits from pptp.Defense")
+    return built
 
 
 def _rewind_state(run: Run, rewind: str):
@@ -287,7 +310,7 @@ def _retrain_one(run: Run, job: _Job, parts, fresh: bool) -> None:
     folder = run.folder(job.name)
     if fresh and main_process():
         shutil.rmtree(folder, ignore_errors=True)
-    defense = build("defenses", job.defense, job.settings)
+    defense = _defense(job.defense, job.settings)
     model, state = run.model(UNDEFENDED), _rewind_state(run, job.rewind)
     write_json(folder / "defense.json", job.plan())
     cost: dict[str, float] = {}
@@ -301,10 +324,16 @@ def _retrain_one(run: Run, job: _Job, parts, fresh: bool) -> None:
     _keep_history(folder)
     write_json(folder / "defense.json", {**job.plan(), "repr": repr(defense), "result": result, "cost": cost})
     run.save_model(job.name, model, _card(run, job, defense, result))  # last, since weights mean "done"
-    (folder / "checkpoint.pt").unlink(missing_ok=True)
+    _forget_checkpoints(folder)
     print(f"{job.name}: cut {job.cut}, {result['retrained_share']:.1%} of the weights retrained, {_sentence(result)}")
     if job.defense != "plain":
         print(f"{job.name}: {activity(result)}")
+
+
+def _forget_checkpoints(folder: Path) -> None:
+    """What was needed to resume, of sub-models too."""
+    for path in folder.glob("checkpoint.*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _keep_history(folder: Path) -> None:
@@ -335,7 +364,11 @@ def evaluate_run(path: str, attack_names: list[str], fresh: bool = False) -> dic
     results = {}
     for name in run.trained_names():
         target = run.path / "evaluate" / name / "evaluation.json"
-        key = {"weights": run.weights_digest(name), "splits": run.splits_digest(), "attacks": sorted(attacks)}
+        key = {
+            "weights": run.weights_digest(name),
+            "splits": run.splits_digest(),
+            "attacks": {name: code_of(attack) for name, attack in attacks.items()},
+        }
         if target.exists() and not fresh and read_json(target, "").get("key") == key:
             results[name] = read_json(target, "")
             continue

@@ -24,8 +24,17 @@ class Source:
     img_size: int = 32
     limit_classes: int = 0  # keep the first k classes only; 0 = all
     limit_per_class: int = 0  # keep k images of each class only; 0 = all
-    pixel_noise: float = 0.25  # digits only: noise fixed per image, in units of the pixel range
+    pixel_noise: float = 0.0  # digits only: noise fixed per image, in units of the pixel range
     label_noise: float = 0.0  # digits only: share of labels replaced at random, in every part alike
+
+    def __post_init__(self):
+        if self.img_size < 8:
+            raise UserError(f"img_size is {self.img_size}: it must be at least 8")
+        for name in ("limit_classes", "limit_per_class", "pixel_noise", "label_noise"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be 0 or above")
+        if self.data != DIGITS and (self.pixel_noise or self.label_noise):
+            raise UserError("pixel_noise and label_noise are for the digits only: they would be ignored here")
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,13 @@ class Recipe:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("weight_decay", "clip_grad", "workers", "momentum"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be 0 or above")
+        if not 0 <= self.warmup_epochs < max(1, self.epochs):
+            raise UserError(
+                f"warmup_epochs is {self.warmup_epochs}: it must lie between 0 and the {self.epochs} epochs"
+            )
         if self.sam_rho < 0 or (self.sam_rho and self.amp == "fp16"):
             raise UserError(f"sam_rho is {self.sam_rho}: it must be 0 or above, and goes without fp16")
         if self.seed < 0:
@@ -141,8 +157,9 @@ def check_names(settings: Mapping[str, object]) -> None:
     known = flat_fields()
     for key in settings:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=2) or ["see pptp train --help"]
-            raise UserError(f"there is no setting called {key!r}: did you mean {', '.join(near)}?")
+            near = difflib.get_close_matches(key, known, n=2)
+            hint = f"did you mean {', '.join(near)}?" if near else "see pptp train --help"
+            raise UserError(f"there is no setting called {key!r}: {hint}")
 
 
 def experiment(settings: Mapping[str, object]) -> Experiment:

@@ -109,7 +109,26 @@ def indexed(dataset: Dataset) -> Dataset:
     """The data set itself if it already answers (x, y, index), else wrapped to do so."""
     if isinstance(dataset, (Pool, Indexed, Part, Augmented)):
         return dataset
-    return Indexed(dataset)
+    wrapped = Indexed(dataset)
+    if len(wrapped):
+        _check_sample(dataset[0])
+    return wrapped
+
+
+def _check_sample(sample) -> None:
+    """Refuse what no model here could take, by its first sample."""
+    if not isinstance(sample, (tuple, list)) or len(sample) < 2:
+        raise UserError(f"a sample of your data set is a {type(sample).__name__}: it must be (image, label)")
+    x, y = sample[:2]
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 3:
+        what = f"{x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise UserError(
+            f"an image of your data set is a {what}: it must be a float tensor (channels, height, width), normalised"
+        )
+    try:
+        int(y)
+    except (TypeError, ValueError):
+        raise UserError(f"a label of your data set is {y!r}: it must be a class number") from None
 
 
 def sample_ids(dataset: Dataset) -> np.ndarray:
@@ -128,6 +147,8 @@ def batches(dataset: Dataset, like: nn.Module, batch_size: int, workers: int = 0
 def labels_of(dataset: Dataset) -> np.ndarray:
     """The y of every sample: from the list that torchvision and timm keep, where it tells the truth, else by reading."""
     listed = _listed_labels(dataset)
+    if listed is not None and hasattr(dataset, "reader"):  # timm's own list is what it returns
+        return listed
     if listed is not None:  # a target_transform makes such a list differ from what the data set returns
         some = np.unique(np.linspace(0, len(dataset) - 1, 8).astype(int))
         if all(int(dataset[int(i)][1]) == listed[i] for i in some):

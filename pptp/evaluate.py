@@ -319,12 +319,23 @@ def run_attacks(
         for k in range(folds):
             known_rows, query_rows = np.flatnonzero(fold != k), np.flatnonzero(fold == k)
             known = Known(signals[torch.as_tensor(known_rows)], torch.as_tensor(members[known_rows]))
-            found = attack(known, signals[torch.as_tensor(query_rows)])
+            found = _asked(name, attack, known, signals[torch.as_tensor(query_rows)])
             if found.shape != (len(query_rows),):
                 raise UserError(f"attack {name!r} returned {tuple(found.shape)} scores for {len(query_rows)} samples")
-            scores[query_rows] = found.detach().double().numpy()
+            if not torch.isfinite(found).all():
+                raise UserError(f"attack {name!r} gave a score that is not finite: no sample can be ranked by it")
+            scores[query_rows] = found.detach().cpu().double().numpy()
         results[name] = MembershipScores(scores, members, signals.labels.numpy(), folds, seed)
     return results
+
+
+def _asked(name: str, attack: Attack, known: Known, query: Signals) -> Tensor:
+    try:
+        return torch.as_tensor(attack(known, query))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"attack {name!r} failed ({error}): it must be a function (known, query) -> scores, one a sample"
+        ) from error
 
 
 def evaluate(

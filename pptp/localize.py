@@ -147,6 +147,8 @@ def localize(
     seen: h1; unseen: h2; held_out: samples that neither model trained on, for the probes (none: no probes).
     delta: the smallest |AUC - 1/2|, and the smallest member gap, that is called risky.
     """
+    if probe_samples < 2:
+        raise UserError(f"probe_samples is {probe_samples}: it must be at least 2")
     if not 0 < delta < 0.5:
         raise UserError(f"delta is {delta}: it must lie between 0 and 0.5")
     seen, unseen = indexed(seen), indexed(unseen)
@@ -323,9 +325,9 @@ def _disagreements(r: StageRisk, delta: float, powered: bool) -> Iterator[str]:
 def _cut_notes(risks: Sequence[StageRisk], cut: str, strict: str, powered: bool, delta: float) -> Iterator[str]:
     names = [r.name for r in risks]
     for r in risks[: 0 if cut == SCRATCH else names.index(cut)]:
-        if r.verdict == RISKY:
+        if r.verdict != SAFE:
             yield (
-                f"{r.name} is risky but a later stage is safe again, so it stays frozen: to a white-box attacker its "
+                f"{r.name} is {r.verdict} but a later stage is safe, so it stays frozen: to a white-box attacker its "
                 f"weights may still leak; use --cut {r.name} to retrain it."
             )
     if cut != strict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import importlib
 import inspect
 import os
@@ -34,7 +35,7 @@ def find(package: str, name: str):
             sys.path.append(os.getcwd())
         try:
             return getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, SyntaxError) as error:
             raise UserError(f"cannot load {name!r}: {error}") from error
     known = registry(package)
     if name not in known:
@@ -53,6 +54,8 @@ def build(package: str, name: str, settings: Sequence[str] = ()):
         if values:
             raise UserError(f"{name!r} takes no settings")
         return cls
+    if not dataclasses.is_dataclass(cls):
+        raise UserError(f"{name!r} is not a dataclass: put @dataclass(frozen=True) above the class")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for key in values:
@@ -62,6 +65,20 @@ def build(package: str, name: str, settings: Sequence[str] = ()):
                 f"{name} has no setting {key!r}: " + (f"it has {', '.join(near)}" if near else "it has none")
             )
     return cls(**{key: convert(key, text, hints[key]) for key, text in values.items()})
+
+
+def code_of(plugin: object) -> str:
+    """Short hash of the file that a plug-in comes from, so that results of an edited one are not taken for its own."""
+    try:
+        source = inspect.getsource(inspect.getmodule(plugin))
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+def settings_of(plugin: object) -> list[str]:
+    """All fields as "field=value", in one spelling whatever was typed."""
+    return [f"{f.name}={getattr(plugin, f.name)}" for f in dataclasses.fields(plugin)]
 
 
 def share_out(package: str, names: Sequence[str], settings: Sequence[str]) -> dict[str, list[str]]:

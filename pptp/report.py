@@ -93,10 +93,22 @@ def _headline(risk, retrained, evaluations) -> list[str]:
         )
         for name, found in evaluations.items():
             if name != UNDEFENDED:
-                lines.append(
-                    f"{name}: test accuracy {_show(found['test_accuracy'])}, strongest attack AUC {_show(found['strongest']['auc'])}: {_compared(found, base)}."
-                )
+                lines.append(f"{name}: {_compared_with_all(name, found, base, retrained, evaluations)}.")
     return lines or ["Nothing was evaluated yet: run pptp localize, retrain and evaluate."]
+
+
+def _compared_with_all(name: str, found: dict, base: dict, retrained: dict, evaluations: dict) -> str:
+    """Against the undefended model, and against the control of the same cut: only that tells what the defense did."""
+    text = f"test accuracy {_show(found['test_accuracy'])}, strongest attack AUC {_show(found['strongest']['auc'])}; "
+    text += f"against undefended {_compared(found, base)}"
+    plan = retrained.get(name, {})
+    if plan.get("defense") in (None, "plain"):
+        return text
+    for other, its in retrained.items():
+        same = all(its[key] == plan[key] for key in ("cut", "rewind", "recipe"))
+        if its["defense"] == "plain" and same and other in evaluations:
+            text += f"; against its control {_compared(found, evaluations[other])}"
+    return text + ("; the defense was never active" if plan["result"].get("active") == 0 else "")
 
 
 def _where(risk: dict) -> str:
@@ -107,7 +119,7 @@ def _where(risk: dict) -> str:
         risk["strict_cut"], f"says {risk['strict_cut']}"
     )
     return (
-        f"Localisation: by feature distance the first stage that is not safe is {risk['cut']} ({verdict[risk['cut']]}); "
+        f"Localisation: by feature distance the cut is {risk['cut']} ({verdict[risk['cut']]}), from which on no stage is safe; "
         f"the stricter gate {stricter}."
     )
 

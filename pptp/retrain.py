@@ -80,7 +80,7 @@ def retrain(
     before = _trunk_digest(trunk)
     try:
         defense.adapt(model)
-        result = defense.train(model, data, recipe, monitors=monitors, checkpoint=checkpoint)
+        result = defense.train(model, data, recipe, monitors=monitors, checkpoint=checkpoint) or {}
     finally:
         unfreeze(model, wanted)
     if _trunk_digest(trunk) != before:

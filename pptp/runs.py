@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -61,6 +61,10 @@ class Run:
         """A new run, or the same one to be resumed; a run of another configuration is refused."""
         from accelerate import PartialState
 
+        source = experiment.source
+        here = Path(source.data_dir, source.data)
+        if not source.data.startswith(("torch/", "hfds/")) and here.exists():  # so that the run works from any folder
+            experiment = replace(experiment, source=replace(source, data=str(here.resolve()), data_dir=""))
         with PartialState(
             cpu=experiment.recipe.device == "cpu"
         ).main_process_first():  # under torchrun one makes it, the others find it
@@ -96,6 +100,12 @@ class Run:
         vars(self)["splits"] = self._draw_splits()  # anew, also where an older run left some
         model, e = self.fresh_model(), self.experiment
         make_optimizer(model, e.recipe)
+        try:
+            model.eval()(torch.zeros(2, 3, e.source.img_size, e.source.img_size))
+        except (RuntimeError, AssertionError, ValueError) as error:
+            raise UserError(
+                f"{e.model} cannot take images of {e.source.img_size} px: {str(error).splitlines()[0]}"
+            ) from error
         procedure = build("defenses", e.procedure)
         procedure.check(self.splits.classes, e.recipe)
         if type(procedure).adapt is not Defense.adapt:

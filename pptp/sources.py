@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -99,11 +100,11 @@ def _create(name: str, root: str, split: str, download: bool = False, search_spl
 
     try:
         return create_dataset(name, root=root, split=split, download=download, search_split=search_split)
-    except (RuntimeError, AssertionError, FileNotFoundError, ImportError, ValueError, OSError) as error:
+    except (RuntimeError, AssertionError, ImportError, ValueError, OSError, tarfile.TarError) as error:
         hint = (
-            ""
-            if download or not name.startswith("torch/")
-            else "; pass --download to fetch it, or --data-dir for where it lies"
+            "; pass --download to fetch it, or --data-dir for where it lies"
+            if "ownload" in str(error) and not download
+            else ""
         )
         raise UserError(
             f"cannot read {name or root!r}, split {split!r}: {str(error).strip() or type(error).__name__}{hint}"
@@ -192,6 +193,8 @@ class RawTinyImageNet(Dataset):
 
 def _limited(labels: np.ndarray, source: Source) -> np.ndarray:
     keep = np.arange(len(labels))
+    if source.limit_classes > len(np.unique(labels)):
+        raise UserError(f"limit_classes is {source.limit_classes}, but the data has {len(np.unique(labels))} classes")
     if source.limit_classes:
         keep = keep[np.isin(labels, np.unique(labels)[: source.limit_classes])]
     if source.limit_per_class:
@@ -256,8 +259,24 @@ def _prepared(datasets: list[Dataset], keep: list[np.ndarray], labels: np.ndarra
 
     pixels = torch.empty(len(places), 3, size, size, dtype=torch.uint8)
     for row, (dataset, i) in enumerate(tqdm(places, desc="decoding images", unit="img", leave=False, disable=None)):
-        pixels[row] = transform(dataset[i][0])
+        pixels[row] = transform(_image(dataset, i))
     return Pool(pixels, labels, mean, std)
+
+
+def _image(dataset: Dataset, i: int):
+    """The picture, or a refusal: timm would put the next sample in the place of one it cannot read, under two ids."""
+    while isinstance(dataset, _Chosen):
+        dataset, i = dataset.dataset, dataset.positions[i]
+    if not hasattr(dataset, "reader"):
+        return dataset[i][0]
+    from PIL import Image
+
+    try:
+        return Image.open(dataset.reader[i][0]).convert("RGB")
+    except (OSError, SyntaxError) as error:
+        raise UserError(
+            f"cannot read the image {dataset.filename(i, absolute=True)} ({error}): mend or remove it"
+        ) from error
 
 
 class _Places(Dataset):
@@ -269,7 +288,7 @@ class _Places(Dataset):
 
     def __getitem__(self, index: int):
         dataset, i = self.places[index]
-        return dataset[i]
+        return _image(dataset, i), dataset.labels[i] if hasattr(dataset, "labels") else dataset[i][1]
 
 
 def _resize(size: int) -> Callable:

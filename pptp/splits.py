@@ -72,7 +72,7 @@ class Splits:
         return digest(self.indices)
 
 
-class EvaluationDataTouched(RuntimeError):
+class EvaluationDataTouched(UserError):
     """A defense reached for samples that only the evaluation may see."""
 
 

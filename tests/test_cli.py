@@ -294,7 +294,7 @@ def test_no_two_settings_share_a_name_and_every_help_text_has_its_setting():
     "extra, says",
     [
         (["--model", "resnet81"], "timm has no model called 'resnet81': did you mean"),
-        (["--data", "digitz"], "no data called 'digitz'"),
+        (["--data", "digitz", "--pixel-noise", "0"], "no data called 'digitz'"),
         (["--members", "5000"], "there are 1797"),
         (["--members", "11"], "has one member"),
         (["--opt", "sdg"], "did you mean sgd"),
@@ -306,6 +306,7 @@ def test_no_two_settings_share_a_name_and_every_help_text_has_its_setting():
         (["--procedure", "dpsgd"], "dpsgd changes the model"),
         (["--procedure", "cskdd"], "did you mean cskd"),
         (["--sam-rho", "-1"], "sam_rho is -1"),
+        (["--img-size", "33", "--model", "test_vit"], "cannot take images of 33 px"),
         (["--val-split", "val"], "digits has no splits"),
         (["--splits-file", "missing.npz"], "cannot read sample ids from missing.npz"),
     ],
@@ -359,6 +360,15 @@ def test_missing_predecessor_is_answered_with_its_command(tmp_path, capsys):
 
 def test_run_of_another_configuration_is_refused(copy_of_run, capsys):
     assert "lr was 0.003, now 0.5" in fails(capsys, "train", copy_of_run, *SMALL, "--keep-epochs", "1,3", "--lr", "0.5")
+
+
+def test_impossible_folder_gets_a_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    assert "Not a directory" in fails(capsys, "train", tmp_path / "file" / "run", *SMALL)
+
+
+def test_no_probe_samples_are_refused(copy_of_run, capsys):
+    assert "probe_samples is 0" in fails(capsys, "localize", copy_of_run, "--probe-samples", "0")
 
 
 def test_folder_with_other_files_is_not_touched(tmp_path, capsys):
@@ -441,6 +451,88 @@ def test_report_does_not_show_an_evaluation_of_other_weights(copy_of_run):
     facts = json.loads((copy_of_run / "report.json").read_text())
     assert "relaxloss-layer3" not in facts["evaluations"] and "plain-layer3" in facts["evaluations"]
     assert "Not evaluated since they were last trained, and so not shown: relaxloss-layer3" in facts["caveats"][0]
+
+
+def test_edited_attack_is_run_again(copy_of_run, tmp_path):
+    command = [str(Path(sys.executable).with_name("pptp")), "evaluate", str(copy_of_run), "--attack", "mine:score"]
+    shown = []
+    for sign in ("", "-"):
+        (tmp_path / "mine.py").write_text(f"def score(known, query):\n    return {sign}query.logits.amax(1).double()\n")
+        shown.append(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
+    assert shown[0] != shown[1]
+
+
+MISTAKES = {
+    "NoDataclass": ("class NoDataclass(pptp.Defense):\n    def train(self, *a, **k): return {}", "is not a dataclass"),
+    "Function": ("def Function(): pass", "is not a defense"),
+    "Broken": ("def Broken(:", "cannot load"),
+    "Cheat": (
+        "@dataclass(frozen=True)\nclass Cheat(pptp.Defense):\n    def train(self, m, data, *a, **k): return len(data.test)",
+        "a defense asked for 'test'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_own_defenses_get_a_sentence(name, copy_of_run, tmp_path, capsys, monkeypatch):
+    code, says = MISTAKES[name]
+    (tmp_path / f"own_{name}.py").write_text(f"from dataclasses import dataclass\nimport pptp\n{code}\n")
+    monkeypatch.chdir(tmp_path)
+    assert says in fails(
+        capsys,
+        "retrain",
+        copy_of_run,
+        "--defense",
+        f"own_{name}:{name}",
+        "--cut",
+        "head",
+        "--epochs",
+        "2",
+        "--no-control",
+    )
+
+
+def test_defense_that_returns_nothing_is_kept(copy_of_run, tmp_path, monkeypatch):
+    (tmp_path / "own_silent.py").write_text(
+        "from dataclasses import dataclass\nimport pptp\n@dataclass(frozen=True)\nclass Silent(pptp.Defense):\n    def train(self, *a, **k): pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ["retrain", str(copy_of_run), "--defense", "own_silent:Silent", "--cut", "head", "--no-control"]
+    assert main(words) == 0 and main(["evaluate", str(copy_of_run)]) == 0 and main(["report", str(copy_of_run)]) == 0
+
+
+def test_same_settings_in_other_words_are_the_same(copy_of_run, capsys):
+    words = [
+        "retrain",
+        str(copy_of_run),
+        "--defense",
+        "relaxloss",
+        "--set",
+        "upper=1",
+        "--set",
+        "alpha=1",
+        "--cut",
+        "layer3",
+        "--epochs",
+        "4",
+    ]
+    assert main(words) == 0 and "already there" in capsys.readouterr().out
+
+
+def test_headline_compares_with_the_control(run):
+    headline = json.loads((run / "report.json").read_text())["headline"]
+    assert any(line.startswith("relaxloss-layer3") and "against its control" in line for line in headline)
+
+
+def test_run_works_from_another_folder(tmp_path, monkeypatch):
+    from test_data import write_folder
+
+    write_folder(tmp_path / "images", splits=(".",), classes=("a", "b"), each=20)
+    monkeypatch.chdir(tmp_path)
+    sizes = "--members 20 --reference 0 --nonmembers 8 --test 8 --img-size 16 --epochs 1 -b 10 --model test_resnet --no-augment".split()
+    assert main(["train", str(tmp_path / "r"), "--data", "images", *sizes]) == 0
+    monkeypatch.chdir("/")
+    assert main(["evaluate", str(tmp_path / "r")]) == 0
 
 
 def test_report_survives_models_evaluated_with_different_attacks(copy_of_run):

@@ -262,3 +262,44 @@ def test_labels_are_those_that_the_dataset_returns_not_those_it_lists():
 
     wrapped = Indexed(Relabelled())
     assert wrapped[0][1] == 1 and set(wrapped.labels) == {1}
+
+
+def test_unreadable_image_is_refused_not_replaced_by_its_neighbour(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "train" / "a" / "train_a_2.JPEG").write_bytes(b"no image")
+    with pytest.raises(pptp.UserError, match="cannot read the image .*train_a_2.JPEG"):
+        load(pptp.Source(data=str(tmp_path), img_size=8))
+
+
+def test_unreadable_tar_is_refused(tmp_path):
+    (tmp_path / "bad.tar").write_bytes(b"junk")
+    with pytest.raises(pptp.UserError, match="cannot read"):
+        load(pptp.Source(data=str(tmp_path / "bad.tar"), img_size=8))
+
+
+@pytest.mark.parametrize("sample, says", [
+    (("picture", 0), "is a str"), ((torch.zeros(3, 4, 4, dtype=torch.uint8), 0), "uint8 tensor"), ((torch.zeros(4, 4), 0), "shape"),
+    ((torch.zeros(3, 4, 4), "cat"), "a label of your data set is 'cat'"), ({"x": 1}, "is a dict"),
+])  # fmt: skip
+def test_own_samples_of_the_wrong_kind_are_refused_in_a_sentence(sample, says):
+    class Own(torch.utils.data.Dataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, i):
+            return sample
+
+    with pytest.raises(pptp.UserError, match=says):
+        pptp.split(Own())
+
+
+@pytest.mark.parametrize("settings, says", [
+    ({"img_size": 2}, "img_size is 2"), ({"limit_per_class": -4}, "limit_per_class is -4"), ({"data": "x", "label_noise": 0.2}, "digits only")])  # fmt: skip
+def test_bad_source_is_refused(settings, says):
+    with pytest.raises(pptp.UserError, match=says):
+        pptp.Source(**settings)
+
+
+def test_more_classes_than_there_are_is_refused():
+    with pytest.raises(pptp.UserError, match="limit_classes is 30, but the data has 10"):
+        load(pptp.Source(limit_classes=30))

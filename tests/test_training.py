@@ -132,7 +132,18 @@ def test_gradient_clipping_bounds_the_step(model, splits):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("epochs", 0), ("batch_size", 0), ("lr", 0.0), ("amp", "half"), ("device", "cuda:1"), ("sched", "plateau")],
+    [
+        ("epochs", 0),
+        ("batch_size", 0),
+        ("lr", 0.0),
+        ("amp", "half"),
+        ("device", "cuda:1"),
+        ("sched", "plateau"),
+        ("weight_decay", -1.0),
+        ("clip_grad", -1.0),
+        ("workers", -1),
+        ("warmup_epochs", 30),
+    ],
 )
 def test_bad_recipe_is_refused(field, value):
     with pytest.raises(pptp.UserError, match=f"{field} is"):
