@@ -17,10 +17,13 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
 import torch
+
+sys.path.remove(str(Path(__file__).resolve().parent))  # this file would hide the package of the same name
 
 import pptp
 from defenses import DEFENSES

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 from pptp.errors import UserError
-from pptp.retrain import Defense
-from pptp.training import fit
+from pptp.retrain import LossDefense
 
 
 @dataclass(frozen=True)
-class CCL(Defense):
+class CCL(LossDefense):
     """alpha CE + (1 - alpha) (-e^{p_y}): the concave term widens the spread of training losses that attacks rely on."""
 
     alpha: float = 0.5
@@ -16,12 +15,6 @@ class CCL(Defense):
     def check(self, classes, recipe):
         if not 0 < self.alpha < 1:
             raise UserError(f"ccl alpha is {self.alpha}: it must lie between 0 and 1")
-
-    def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
-        history = fit(
-            model, data.members, recipe, loss=self.loss, monitors=monitors, checkpoint=checkpoint, title="ccl"
-        )
-        return {**history.summary(), "active": 1.0}
 
     def loss(self, step):
         log_p = step.logits.log_softmax(1).gather(1, step.targets[:, None]).squeeze(1)  # (n,)

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 
 from pptp.errors import UserError
-from pptp.retrain import Defense
-from pptp.training import fit
+from pptp.retrain import LossDefense
 
 
 @dataclass(frozen=True)
-class ConfidencePenalty(Defense):
+class ConfidencePenalty(LossDefense):
     """Cross-entropy minus `beta` times the entropy of the prediction."""
 
     beta: float = 0.1
@@ -18,18 +17,6 @@ class ConfidencePenalty(Defense):
     def check(self, classes, recipe):
         if not self.beta > 0:
             raise UserError(f"confidence_penalty beta is {self.beta}: it must be above 0")
-
-    def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
-        history = fit(
-            model,
-            data.members,
-            recipe,
-            loss=self.loss,
-            monitors=monitors,
-            checkpoint=checkpoint,
-            title="confidence penalty",
-        )
-        return {**history.summary(), "active": 1.0}
 
     def loss(self, step):
         log_p = step.logits.log_softmax(1)  # (n, classes)

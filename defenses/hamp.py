@@ -8,12 +8,11 @@ from scipy.optimize import brentq
 from torch import Tensor, nn
 
 from pptp.errors import UserError
-from pptp.retrain import Defense
-from pptp.training import fit
+from pptp.retrain import LossDefense
 
 
 @dataclass(frozen=True)
-class HAMP(Defense):
+class HAMP(LossDefense):
     """Train to soft labels of entropy `gamma` ln C with an entropy bonus, KL(t || p) - alpha H(p); answer with borrowed scores.
 
     At test time only the order of a prediction is kept: its values are those of the model's answer to random noise,
@@ -35,12 +34,6 @@ class HAMP(Defense):
     def adapt(self, model):
         if self.modify_outputs:
             model.register_forward_hook(OutputModification())
-
-    def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
-        history = fit(
-            model, data.members, recipe, loss=self.loss, monitors=monitors, checkpoint=checkpoint, title="hamp"
-        )
-        return {**history.summary(), "active": 1.0}
 
     def loss(self, step):
         log_p = step.logits.log_softmax(1)  # (n, classes)

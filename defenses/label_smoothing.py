@@ -5,12 +5,11 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 
 from pptp.errors import UserError
-from pptp.retrain import Defense
-from pptp.training import fit
+from pptp.retrain import LossDefense
 
 
 @dataclass(frozen=True)
-class LabelSmoothing(Defense):
+class LabelSmoothing(LossDefense):
     """Cross-entropy to a label that keeps 1 - `smoothing` on the true class and spreads the rest evenly."""
 
     smoothing: float = 0.1
@@ -18,18 +17,6 @@ class LabelSmoothing(Defense):
     def check(self, classes, recipe):
         if not 0 < self.smoothing < 1:
             raise UserError(f"label_smoothing smoothing is {self.smoothing}: it must lie between 0 and 1")
-
-    def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
-        history = fit(
-            model,
-            data.members,
-            recipe,
-            loss=self.loss,
-            monitors=monitors,
-            checkpoint=checkpoint,
-            title="label smoothing",
-        )
-        return {**history.summary(), "active": 1.0}
 
     def loss(self, step):
         return F.cross_entropy(step.logits, step.targets, label_smoothing=self.smoothing)

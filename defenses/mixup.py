@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from pptp.errors import UserError
-from pptp.retrain import Defense
-from pptp.training import fit
+from pptp.retrain import LossDefense
 
 
 @dataclass(frozen=True)
-class Mixup(Defense):
+class Mixup(LossDefense):
     """Train on blends of two images and of their losses, with weight lambda ~ Beta(alpha, alpha)."""
 
     alpha: float = 1.0
@@ -19,12 +18,6 @@ class Mixup(Defense):
     def check(self, classes, recipe):
         if not self.alpha > 0:
             raise UserError(f"mixup alpha is {self.alpha}: it must be above 0")
-
-    def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
-        history = fit(
-            model, data.members, recipe, loss=self.loss, monitors=monitors, checkpoint=checkpoint, title="mixup"
-        )
-        return {**history.summary(), "active": 1.0}
 
     def loss(self, step):
         weight = float(torch.distributions.Beta(self.alpha, self.alpha).sample())

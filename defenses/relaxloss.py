@@ -7,14 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pptp.errors import UserError
-from pptp.retrain import Defense
-from pptp.training import fit
+from pptp.retrain import LossDefense
 
 VARIANTS = ("image", "tabular", "stopgrad")
 
 
 @dataclass(frozen=True)
-class RelaxLoss(Defense):
+class RelaxLoss(LossDefense):
     """Keep the training loss near `alpha` instead of driving it to zero.
 
     Even epochs descend on |L - alpha|. Odd epochs take plain cross-entropy while L > alpha, and flatten the
@@ -40,11 +39,6 @@ class RelaxLoss(Defense):
             raise UserError(
                 f"relaxloss alternates between even and odd epochs and must not stop between them: epochs is {recipe.epochs}, make it even"
             )
-
-    def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
-        return fit(
-            model, data.members, recipe, loss=self.loss, monitors=monitors, checkpoint=checkpoint, title="relaxloss"
-        ).summary()
 
     def loss(self, step) -> Tensor:
         mean = F.cross_entropy(step.logits, step.targets)

@@ -18,14 +18,10 @@ from pptp import Known, Signals
 
 
 @dataclass(frozen=True)
-class ConfidencePenalty(pptp.Defense):
+class ConfidencePenalty(pptp.LossDefense):
     """Cross-entropy minus `beta` times the entropy of the prediction (Pereyra et al. 2017, arXiv 1701.06548)."""
 
     beta: float = 0.1
-
-    def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
-        history = pptp.fit(model, data.members, recipe, loss=self.loss, monitors=monitors, checkpoint=checkpoint)
-        return {**history.summary(), "active": 1.0}
 
     def loss(self, step: pptp.Step) -> Tensor:
         log_p = step.logits.log_softmax(1)  # (n, classes)

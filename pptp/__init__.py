@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .evaluate import Attack, Estimate, Evaluation, MembershipScores, evaluate
     from .localize import RiskReport, StageRisk, localize
     from .models import create
-    from .retrain import Defense, retrain
+    from .retrain import Defense, LossDefense, retrain
     from .signals import Known, Signals, collect
     from .sources import load
     from .splits import Splits, TrainingData, from_indices, split
@@ -27,7 +27,7 @@ _HOME = {
     "evaluate": ("Attack", "Estimate", "Evaluation", "MembershipScores", "evaluate"),
     "localize": ("RiskReport", "StageRisk", "localize"),
     "models": ("create",),
-    "retrain": ("Defense", "retrain"),
+    "retrain": ("Defense", "LossDefense", "retrain"),
     "signals": ("Known", "Signals", "collect"),
     "sources": ("load",),
     "splits": ("Splits", "TrainingData", "from_indices", "split"),

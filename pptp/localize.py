@@ -161,19 +161,27 @@ def localize(
         "full": _pooled_accuracy(right_seen["full"], right_unseen["full"]),
         "half": _pooled_accuracy(right_seen["half"]),
     }
-    powered = all(a.value >= ENOUGH_ACCURACY for a in train_accuracy.values())
+    probed = {}
+    if probes and held_out is not None:
+        body = [stage for stage in parts if stage.name != HEAD]
+        probed = probe(full, half, body, seen, unseen, held_out, probe_samples, batch_size, workers, seed)
     disparity = {name: {m: _disparity(raw_unseen[name][m], raw_seen[name][m]) for m in METRICS} for name in raw_seen}
+    samples = {"seen": len(seen), "unseen": len(unseen), "held_out": len(held_out) if held_out is not None else 0}
+    raw = {
+        name: {f"{m}_{kind}": of[name][m] for m in METRICS for kind, of in (("seen", raw_seen), ("unseen", raw_unseen))}
+        for name in raw_seen
+    }
+    return _reported(parts, disparity, probed, train_accuracy, delta, samples, raw)
+
+
+def _reported(parts, disparity, probed, train_accuracy, delta, samples, raw) -> RiskReport:
+    """Verdicts, cuts and notes from what was measured."""
+    powered = all(a.value >= ENOUGH_ACCURACY for a in train_accuracy.values())
 
     def judged(part: Stage, boundary: Stage, **more) -> StageRisk:
         found = disparity[boundary.name]
         return StageRisk(part.name, found, _judge([found[m].auc.effect for m in METRICS], delta, powered), **more)
 
-    body = [stage for stage in parts if stage.name != HEAD]
-    probed = (
-        probe(full, half, body, seen, unseen, held_out, probe_samples, batch_size, workers, seed)
-        if probes and held_out is not None
-        else {}
-    )
     risks = tuple(
         judged(
             stage,
@@ -189,15 +197,6 @@ def localize(
     block_cut = _cut([(b.name, b.verdict) for r in risks for b in (r.blocks or (r,))])
     stall = _stall(risks)
     notes = _notes(risks, cut, strict, stall, train_accuracy, powered, delta, parts)
-    samples = {"seen": len(seen), "unseen": len(unseen), "held_out": len(held_out) if held_out is not None else 0}
-    raw = {
-        name: {
-            f"{m}_{which}": values[name][m]
-            for m in METRICS
-            for which, values in (("seen", raw_seen), ("unseen", raw_unseen))
-        }
-        for name in raw_seen
-    }
     return RiskReport(risks, cut, strict, block_cut, train_accuracy, delta, stall, notes, samples, raw)
 
 

@@ -12,7 +12,7 @@ from .errors import UserError
 from .models import weights_digest
 from .splits import Splits, TrainingData
 from .stages import Stage, freeze, rewind, split_at, stages, unfreeze
-from .training import Monitor, Recipe
+from .training import Monitor, Recipe, Step, fit
 
 
 class Defense(ABC):
@@ -41,6 +41,21 @@ class Defense(ABC):
 
         "active" in the result is the share of steps in which the defense differed from plain training.
         """
+
+
+class LossDefense(Defense):
+    """A defense that is nothing but another loss."""
+
+    @abstractmethod
+    def loss(self, step: Step) -> Tensor:
+        """Scalar to minimise in place of cross-entropy; may log "active" where it does not differ from it in every step."""
+
+    def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
+        title = type(self).__name__.lower()
+        history = fit(
+            model, data.members, recipe, loss=self.loss, monitors=monitors, checkpoint=checkpoint, title=title
+        )
+        return {"active": 1.0, **history.summary()}
 
 
 class FrozenLayersMoved(RuntimeError):

@@ -37,3 +37,8 @@ def model():
 @pytest.fixture(scope="session")
 def quick() -> pptp.Recipe:
     return pptp.Recipe(epochs=2, batch_size=20, opt="adamw", lr=3e-3, augment=False, seed=5)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers_every_time():
+    torch.manual_seed(0)

@@ -190,6 +190,10 @@ def test_member_gap_is_found_where_members_are_read_better_and_only_there():
             self.one, self.two, self.fc = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1), nn.Linear(6, 2)
             self.act = nn.Identity()
             self.register_buffer("ids", ids, persistent=False)
+            with torch.no_grad():  # features are the first channel, which tells the label a little
+                for conv in (self.one, self.two):
+                    conv.weight.zero_(), conv.bias.zero_()
+                    conv.weight[range(3), range(3)] = 1
 
         def forward(self, x):
             told = torch.isin(x[:, 2, 0, 0], self.ids)[:, None, None, None]
