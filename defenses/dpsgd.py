@@ -105,7 +105,8 @@ class DPSGD(Defense):
             if self.secret_noise
             else "; the noise comes from the run's seed, so it holds only against those who do not know it (secret_noise=true otherwise)"
         )
-        return f"{covers}; choosing settings by looking at the members is not covered{seed}"
+        start = "it counts from the weights that this training started from: if those had seen the members (rewind none or epoch=K), there is NO guarantee"
+        return f"{covers}; {start}; choosing settings by looking at the members is not covered{seed}"
 
 
 def group_norm(norm: nn.Module) -> nn.Module:
