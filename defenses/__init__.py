@@ -8,6 +8,7 @@ from .dpsgd import DPSGD
 from .early_stopping import EarlyStopping
 from .hamp import HAMP
 from .label_smoothing import LabelSmoothing
+from .mist import MIST
 from .mixup import Mixup
 from .plain import Plain
 from .relaxloss import RelaxLoss
@@ -26,4 +27,5 @@ DEFENSES = {
     "ccl": CCL,
     "hamp": HAMP,
     "cskd": CSKD,
+    "mist": MIST,
 }

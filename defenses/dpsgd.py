@@ -62,6 +62,13 @@ class DPSGD(Defense):
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("dpsgd runs in one process here: start it without torchrun")
 
+    def check_start(self, rewound):
+        if not rewound and self.trunk_data == "same":
+            raise UserError(
+                "dpsgd would start from weights that have seen the members, and its epsilon would mean nothing: use --rewind init, "
+                "or --trunk-data public or disjoint if the model was trained on other data"
+            )
+
     def adapt(self, model):
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and not getattr(module, "pptp_frozen", False):

@@ -283,7 +283,9 @@ class _Job:
 
     def check(self, run: Run, base, parts) -> None:
         """Refuse whatever cannot work."""
-        _defense(self.defense, self.settings).check(run.splits.classes, self.recipe)
+        defense = _defense(self.defense, self.settings)
+        defense.check(run.splits.classes, self.recipe)
+        defense.check_start(self.rewind == "init")
         split_at(parts, self.cut)
         make_optimizer(base, self.recipe)
         _rewind_state(run, self.rewind)

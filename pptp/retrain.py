@@ -24,6 +24,9 @@ class Defense(ABC):
     def check(self, classes: int, recipe: Recipe) -> None:
         """Refuse hyper-parameters that cannot work, before any training."""
 
+    def check_start(self, rewound: bool) -> None:
+        """Refuse a start that the method cannot stand; rewound: from initial weights, not from ones that saw the members."""
+
     def adapt(self, model: nn.Module) -> None:
         """Swap layers that are not frozen, in place, where the method needs it; replayed when the model is loaded."""
 

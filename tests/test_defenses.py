@@ -22,6 +22,7 @@ SMALL = {
     "selena": {"k": 3, "l": 1},
     "advreg": {"k": 1},
     "early_stopping": {"share": 0.8},
+    "mist": {"k": 2},
 }  # settings that keep the tests quick
 
 

@@ -17,6 +17,7 @@ from defenses import (
     DEFENSES,
     DPSGD,
     HAMP,
+    MIST,
     AdvReg,
     ConfidencePenalty,
     EarlyStopping,
@@ -28,6 +29,7 @@ from defenses.advreg import Adversary, InferenceNetwork
 from defenses.cskd import Partners, distillation
 from defenses.dpsgd import Session, group_norm, per_sample_ready
 from defenses.hamp import soft_labels
+from defenses.mist import Dealt, average, cross_difference
 from defenses.selena import Lookup, _mean_over, leave_out, soft_cross_entropy
 from pptp.cli import main
 from pptp.runs import Run
@@ -37,6 +39,7 @@ from pptp.training import sharpness_aware
 BAD = [
     ("advreg", {"alpha": 0}, "alpha is 0"), ("advreg", {"k": 0}, "k is 0"), ("advreg", {"warmup": 2}, "warmup is 2"),
     ("selena", {"k": 3, "l": 3}, "1 <= l < k"), ("selena", {"clip_grad": 0}, "clip_grad is 0"), ("selena", {"processes": 0}, "processes is 0"),
+    ("mist", {"k": 1}, "k is 1"), ("mist", {"lam": 0}, "lam is 0"),
     ("dpsgd", {"epsilon": 0}, "epsilon is 0"), ("dpsgd", {"delta": 1.0}, "delta is 1.0"), ("dpsgd", {"max_grad_norm": 0}, "max_grad_norm is 0"),
     ("dpsgd", {"accountant": "gdp"}, "rdp or prv"), ("dpsgd", {"trunk_data": "mine"}, "same, disjoint, public"),
     ("dpsgd", {"clipping": "flat"}, "hooks or ghost"), ("ccl", {"alpha": 1.0}, "alpha is 1.0"), ("early_stopping", {"share": 1.0}, "share is 1.0"),
@@ -312,6 +315,8 @@ def test_from_the_command_line_swaps_are_replayed_and_the_scope_is_reported(tmp_
         main(["retrain", str(run), "--defense", "dpsgd", "--set", "epsilon=5", "--cut", "layer4", "--no-control"]) == 0
     )
     assert "NO guarantee" in capsys.readouterr().out
+    assert main(["retrain", str(run), "--defense", "dpsgd", "--cut", "layer4", "--rewind", "none"]) == 2
+    assert "weights that have seen the members" in capsys.readouterr().err
     assert isinstance(Run.open(run).model("dpsgd-layer4").layer4[0].bn1, nn.GroupNorm)
     assert main(["evaluate", str(run)]) == 0 and main(["report", str(run)]) == 0
     assert (
@@ -475,3 +480,69 @@ def test_mixup_trains_on_blends_and_blended_losses():
         blend.flatten(1), y[other]
     )
     assert len(seen) == 1 and torch.allclose(seen[0], blend) and torch.isclose(found, expected)
+
+
+# --- MIST ----------------------------------------------------------------------------------------------------
+
+
+def test_cross_difference_equals_a_loop_over_samples():
+    torch.manual_seed(0)
+    z, others = torch.randn(5, 3, dtype=torch.float64), torch.rand(5, 3, dtype=torch.float64).softmax(1)
+    total = sum(sum(abs(float(p) - float(q)) for p, q in zip(row.softmax(0), other)) for row, other in zip(z, others))
+    assert float(cross_difference(z, others)) == pytest.approx(total / 5)
+
+
+def test_mist_deals_every_member_to_one_local_model_in_both_phases():
+    dealt = Dealt(21, 4, 5, seed=0)
+    batches = list(dealt)
+    assert len(batches) == len(dealt) and batches[: len(batches) // 2] == batches[len(batches) // 2 :]
+    assert sorted(i for batch in batches for i in batch) == sorted([*range(21)] * 2)
+    assert all(len(batch) > 1 for batch in batches)  # 6 = 5 + 1 would be a batch of one
+    dealt.epoch = 1
+    assert list(dealt) != batches
+
+
+def test_mist_equals_local_models_trained_one_by_one(model, splits):
+    """Two rounds by hand: copies, plain SGD, cross-difference, averaging."""
+    recipe = pptp.Recipe(
+        epochs=2,
+        batch_size=20,
+        opt="momentum",
+        momentum=0.0,
+        lr=0.05,
+        weight_decay=0,
+        sched="constant",
+        augment=False,
+        seed=5,
+    )
+    by_hand = copy.deepcopy(model)
+    dealt = Dealt(80, 2, 20, seed=5)
+    for epoch in range(2):
+        dealt.epoch = epoch
+        local = [copy.deepcopy(by_hand) for _ in range(2)]
+
+        def descend(i, loss, local=local):
+            optimizer = torch.optim.SGD(local[i].parameters(), lr=0.05)
+            for rows in dealt.groups()[i]:
+                x, y = (
+                    torch.stack(t) if torch.is_tensor(t[0]) else torch.tensor(t)
+                    for t in zip(*[splits.members[r][:2] for r in rows])
+                )
+                optimizer.zero_grad()
+                loss(local[i].train(), x, y).backward()
+                optimizer.step()
+
+        for i in range(2):
+            descend(i, lambda m, x, y: F.cross_entropy(m(x), y))
+        before = [copy.deepcopy(m).eval() for m in local]
+        for i in range(2):
+            descend(
+                i,
+                lambda m, x, y, i=i, before=before: (
+                    0.7 * (m(x).softmax(1) - before[1 - i](x).softmax(1).detach()).abs().sum(1).mean()
+                ),
+            )
+        by_hand.load_state_dict(average([m.state_dict() for m in local]))
+    pptp.retrain(model, None, "scratch", MIST(k=2, lam=0.7), splits, recipe)
+    for (name, ours), theirs in zip(model.state_dict().items(), by_hand.state_dict().values()):
+        assert torch.allclose(ours.double(), theirs.double(), atol=1e-5), name
