@@ -17,7 +17,7 @@ def correctness(known: Known, query: Signals) -> Tensor:
 
 def confidence(known: Known, query: Signals) -> Tensor:
     """log p_y, which is minus the loss: members get more of it."""
-    return query.log_probabilities.gather(1, query.labels[:, None]).squeeze(1)
+    return query.log_true
 
 
 def entropy(known: Known, query: Signals) -> Tensor:

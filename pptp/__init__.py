@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .config import Recipe, Source
     from .errors import UserError
-    from .evaluate import Attack, Estimate, Evaluation, MembershipScores, evaluate
+    from .evaluate import Attack, Evaluation, MembershipScores, evaluate
+    from .intervals import Estimate
     from .localize import RiskReport, StageRisk, localize
     from .models import create
     from .retrain import Defense, LossDefense, retrain
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 _HOME = {
     "config": ("Recipe", "Source"),
     "errors": ("UserError",),
-    "evaluate": ("Attack", "Estimate", "Evaluation", "MembershipScores", "evaluate"),
+    "evaluate": ("Attack", "Evaluation", "MembershipScores", "evaluate"),
+    "intervals": ("Estimate",),
     "localize": ("RiskReport", "StageRisk", "localize"),
     "models": ("create",),
     "retrain": ("Defense", "LossDefense", "retrain"),

@@ -13,7 +13,8 @@ import torch
 from . import models
 from .config import Experiment, Recipe
 from .errors import UserError
-from .evaluate import Estimate, Evaluation, default_attacks, evaluate
+from .evaluate import Evaluation, default_attacks, evaluate
+from .intervals import Estimate
 from .localize import localize
 from .plugins import build, code_of, find, settings_of
 from .report import activity, write_report

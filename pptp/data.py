@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from .errors import UserError
 
+VIEWS_SEED = 20_240  # of augmented queries
+
 
 class Pool(Dataset):
     """Images as (x, y, index): x normalised float (3, h, w), y an int, index the stable sample id."""
@@ -96,6 +98,22 @@ class Augmented(Dataset):
         return (crop_and_flip(x, rng), *rest)
 
 
+class View(Dataset):
+    """Augmented query number `number` of every sample: a function of its id, so that all models see the same."""
+
+    def __init__(self, dataset: Dataset, number: int):
+        self.dataset, self.number = indexed(dataset), number
+        self.labels = self.dataset.labels
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, position: int):
+        x, y, index = self.dataset[position]
+        rng = np.random.default_rng((VIEWS_SEED, self.number, int(index)))
+        return crop_and_flip(x, rng), y, index
+
+
 def crop_and_flip(x: Tensor, rng: np.random.Generator) -> Tensor:
     """x: (channels, h, w), already normalised, so that padding is the mean colour."""
     height, width = x.shape[-2:]
@@ -107,7 +125,7 @@ def crop_and_flip(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 def indexed(dataset: Dataset) -> Dataset:
     """The data set itself if it already answers (x, y, index), else wrapped to do so."""
-    if isinstance(dataset, (Pool, Indexed, Part, Augmented)):
+    if isinstance(dataset, (Pool, Indexed, Part, Augmented, View)):
         return dataset
     wrapped = Indexed(dataset)
     if len(wrapped):

@@ -2,161 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
-from scipy import stats
-from scipy.optimize import brentq
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from .data import sample_ids
 from .errors import UserError
-from .signals import Known, Signals, collect, join
+from .intervals import Estimate, auc, auc_difference, proportion, rate_difference, tpr_at
+from .measures import Effort, References, measure, with_references
+from .signals import Known, Needs, Signals, join, needs_of
+from .stages import Stage
 
 FPRS = (0.01, 0.001)
-TOO_FEW = "too few samples"
 
 
 class Attack(Protocol):
     """Scores the query, higher = more likely a member; may learn from `known`, never from the query."""
 
     def __call__(self, known: Known, query: Signals) -> Tensor: ...  # (n,)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its two-sided confidence interval; `note` says when the interval means nothing."""
-
-    value: float
-    low: float
-    high: float
-    note: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]" + (f" ({self.note})" if self.note else "")
-
-    @property
-    def effect(self) -> tuple[float, float]:
-        """Interval of |value - 1/2|, for an AUC: an order that is surely inverted tells as much as a right one."""
-        low, high = self.low - 0.5, self.high - 0.5
-        return max(0.0, low, -high), max(abs(low), abs(high))
-
-    def to_dict(self) -> dict:
-        return {"value": self.value, "low": self.low, "high": self.high, "note": self.note}
-
-
-# --- intervals -----------------------------------------------------------------------------------
-
-
-def auc(positive: np.ndarray, negative: np.ndarray, confidence: float = 0.95) -> Estimate:
-    """P(positive > negative) + P(tie)/2 with DeLong's interval (DeLong et al. 1988).
-
-    With midranks R over both samples (r within one): V10 = (R - r)/n_neg, V01 = 1 - (R - r)/n_pos, and
-    var = var(V10)/n_pos + var(V01)/n_neg. Where the two samples do not overlap at all the variance is 0
-    and says nothing: Newcombe's score interval (2006, method 5) is used instead.
-    """
-    positive, negative = np.asarray(positive, float), np.asarray(negative, float)
-    m, n = len(positive), len(negative)
-    if not m or not n:
-        raise UserError(f"AUC needs both kinds of samples, got {m} and {n}")
-    if not (np.isfinite(positive).all() and np.isfinite(negative).all()):
-        raise UserError("scores are not finite: they cannot be ranked")
-    ranks = stats.rankdata(np.concatenate([positive, negative]))
-    v10 = (ranks[:m] - stats.rankdata(positive)) / n  # share of negatives below each positive
-    v01 = 1 - (ranks[m:] - stats.rankdata(negative)) / m
-    value = float(v10.mean())
-    z = stats.norm.ppf(0.5 + confidence / 2)
-    variance = (v10.var(ddof=1) / m if m > 1 else 0) + (v01.var(ddof=1) / n if n > 1 else 0)
-    if variance < 1e-12:
-        low, high = _auc_score_interval(value, m, n, z)
-    else:
-        low, high = value - z * variance**0.5, value + z * variance**0.5
-    return Estimate(value, max(0.0, float(low)), min(1.0, float(high)), TOO_FEW if min(m, n) < 10 else "")
-
-
-def _auc_score_interval(value: float, m: int, n: int, z: float) -> tuple[float, float]:
-    def variance(t: float) -> float:  # Hanley & McNeil with both sample sizes replaced by their mean
-        size = (m + n) / 2 - 1
-        return t * (1 - t) * (1 + size * (1 - t) / (2 - t) + size * t / (1 + t)) / (m * n)
-
-    def gap(t: float, sign: int) -> float:
-        return t + sign * z * variance(t) ** 0.5 - value
-
-    low = (
-        0.0
-        if gap(0.0, 1) >= 0
-        else brentq(gap, 0.0, value, args=(1,))
-        if gap(value, 1) > 0
-        else brentq(gap, 0.0, 1 - 1e-9, args=(1,))
-    )
-    high = (
-        1.0
-        if gap(1.0, -1) <= 0
-        else brentq(gap, value, 1.0, args=(-1,))
-        if gap(value, -1) < 0
-        else brentq(gap, 1e-9, 1.0, args=(-1,))
-    )
-    return low, high
-
-
-def proportion(successes: int, total: int, confidence: float = 0.95) -> Estimate:
-    """A rate with its Clopper-Pearson interval."""
-    if total == 0:
-        return Estimate(float("nan"), 0.0, 1.0, TOO_FEW)
-    tail = (1 - confidence) / 2
-    low = stats.beta.ppf(tail, successes, total - successes + 1) if successes else 0.0
-    high = stats.beta.ppf(1 - tail, successes + 1, total - successes) if successes < total else 1.0
-    return Estimate(successes / total, float(low), float(high))
-
-
-def rate_difference(k1: int, n1: int, k2: int, n2: int, confidence: float = 0.95) -> Estimate:
-    """k1/n1 - k2/n2 with Newcombe's interval (1998, method 10: from two Wilson intervals)."""
-    if not n1 or not n2:
-        return Estimate(float("nan"), -1.0, 1.0, TOO_FEW)
-    z = stats.norm.ppf(0.5 + confidence / 2)
-
-    def wilson(k: int, n: int) -> tuple[float, float, float]:
-        p = k / n
-        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-        half = z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5 / (1 + z * z / n)
-        return p, centre - half, centre + half
-
-    (p1, l1, u1), (p2, l2, u2) = wilson(k1, n1), wilson(k2, n2)
-    low = p1 - p2 - ((p1 - l1) ** 2 + (u2 - p2) ** 2) ** 0.5
-    high = p1 - p2 + ((u1 - p1) ** 2 + (p2 - l2) ** 2) ** 0.5
-    return Estimate(p1 - p2, float(low), float(high), TOO_FEW if min(n1, n2) < 10 else "")
-
-
-def tpr_at(members: np.ndarray, nonmembers: np.ndarray, fpr: float, confidence: float = 0.95) -> Estimate:
-    """Share of members scored above the lowest threshold whose false-positive rate is at most `fpr`.
-
-    The interval is distribution-free and also covers the threshold's own uncertainty: the false-positive
-    rate of a threshold that lets k of n non-members through is Beta(k+1, n-k), so with half of the error
-    budget we find the thresholds that surely are stricter, and surely laxer, than `fpr`, and with the
-    other half put a Clopper-Pearson bound on the share of members above them.
-    """
-    members, descending = np.asarray(members, float), np.sort(np.asarray(nonmembers, float))[::-1]
-    m, n = len(members), len(descending)
-    above = m - np.searchsorted(np.sort(members), descending, side="right")  # members above the (k+1)-th non-member
-    above = np.append(above, m)  # k = n: everyone
-
-    def admitted(k: int) -> int:
-        """Members above the lowest threshold that admits at most k non-members (tied scores pass or fail together)."""
-        return int(above[k])
-
-    allowed = int(np.floor(fpr * n + 1e-9))
-    tail = (1 - confidence) / 4
-    k = np.arange(n)
-    strict = np.flatnonzero(stats.beta.ppf(1 - tail, k + 1, n - k) <= fpr)
-    lax = np.flatnonzero(stats.beta.ppf(tail, k + 1, n - k) >= fpr)
-    level = 1 - 2 * tail
-    low = proportion(admitted(int(strict[-1])), m, level).low if len(strict) else 0.0
-    high = proportion(admitted(int(lax[0])), m, level).high if len(lax) else 1.0
-    note = TOO_FEW if fpr * n < 10 else ""
-    return Estimate(admitted(allowed) / m, low, high, note)
 
 
 # --- thresholds ----------------------------------------------------------------------------------
@@ -203,8 +72,11 @@ class MembershipScores:
     labels: np.ndarray | None = None  # (n,), for per-class thresholds
     folds: int = 5
     seed: int = 0
+    rows: np.ndarray | None = None  # (n,) ascending: which samples of a larger set these are; None: the first n
 
     def __post_init__(self):
+        if self.rows is None:
+            object.__setattr__(self, "rows", np.arange(len(self.scores)))
         for name, kind in (("scores", float), ("members", bool)):
             object.__setattr__(self, name, np.asarray(getattr(self, name)).astype(kind))
         if not np.isfinite(self.scores).all():
@@ -271,7 +143,8 @@ class MembershipScores:
         if self.labels is not None:
             found["advantage_per_class"] = self.advantage_per_class
         found |= {f"tpr@{fpr:g}": self.tpr_at(fpr) for fpr in FPRS}
-        return {name: estimate.to_dict() for name, estimate in found.items()}
+        sizes = {"members": int(self.members.sum()), "nonmembers": int((~self.members).sum())}
+        return {name: estimate.to_dict() for name, estimate in found.items()} | sizes
 
 
 # --- the evaluation ------------------------------------------------------------------------------
@@ -284,6 +157,8 @@ class Evaluation:
     train_accuracy: Estimate
     test_accuracy: Estimate
     attacks: dict[str, MembershipScores] = field(repr=False)
+    skipped: dict[str, str] = field(default_factory=dict)  # attack -> what it lacks
+    references: str = ""  # the reference models, in words
 
     @property
     def strongest(self) -> tuple[str, Estimate]:
@@ -297,35 +172,85 @@ class Evaluation:
 
     def to_dict(self) -> dict:
         name, estimate = self.strongest
-        any_scores = next(iter(self.attacks.values()))
+        most = max(self.attacks.values(), key=lambda scores: len(scores.members))
         return {
             "train_accuracy": self.train_accuracy.to_dict(),
             "test_accuracy": self.test_accuracy.to_dict(),
-            "members": int(any_scores.members.sum()),
-            "nonmembers": int((~any_scores.members).sum()),
+            "members": int(most.members.sum()),
+            "nonmembers": int((~most.members).sum()),
             "attacks": {attack: scores.to_dict() for attack, scores in self.attacks.items()},
             "strongest": {"attack": name, "auc": estimate.to_dict(), "corrected_for": len(self.attacks)},
+            "skipped": self.skipped,
+            "references": self.references,
         }
+
+
+def leak_difference(a: Evaluation, b: Evaluation) -> Estimate:
+    """|AUC - 1/2| of the strongest attack on `a` minus that on `b`, paired by sample.
+
+    The interval is corrected for both having been chosen: as many comparisons could have been made as there are pairs
+    of attacks. Orders that are surely inverted are turned around first; the sign that was seen is taken as given.
+    """
+    (one, one_auc), (two, two_auc) = a.strongest, b.strongest
+    first, second = a.attacks[one], b.attacks[two]
+    rows = np.intersect1d(first.rows, second.rows)
+    x, y = (s.scores[np.searchsorted(s.rows, rows)] for s in (first, second))
+    members = first.members[np.searchsorted(first.rows, rows)]
+    x, y = x * (1 if one_auc.value >= 0.5 else -1), y * (1 if two_auc.value >= 0.5 else -1)
+    return auc_difference(x, y, members, 1 - 0.05 / (len(a.attacks) * len(b.attacks)))
+
+
+def expanded(attacks: Mapping[str, Attack], signals: Signals) -> dict[str, Attack]:
+    """Attacks on a stage become one for each stage that was measured: "gradient_norm/layer4"."""
+    found: dict[str, Attack] = {}
+    for name, attack in attacks.items():
+        need = needs_of(attack)
+        if need.measured in ("gradient", "feature"):
+            for key in need.keys(signals):
+                one = partial(attack, stage=key)
+                one.needs = need
+                found[f"{name}/{key.partition('/')[2]}"] = one
+        else:
+            found[name] = attack
+    return found
+
+
+def applicable(
+    attacks: Mapping[str, Attack], signals: Signals, members: np.ndarray, folds: int = 5
+) -> tuple[dict[str, Attack], dict[str, str]]:
+    """The attacks that have what they need, with at least `folds` samples of each kind; and what the others lack."""
+    usable, skipped = {}, {}
+    for name, attack in attacks.items():
+        rows = needs_of(attack).rows(signals)
+        if min((rows & members).sum(), (rows & ~members).sum()) < folds:
+            skipped[name] = f"needs {needs_of(attack)}"
+        else:
+            usable[name] = attack
+    return expanded(usable, signals), skipped
 
 
 def run_attacks(
     attacks: Mapping[str, Attack], signals: Signals, members: np.ndarray, folds: int = 5, seed: int = 0
 ) -> dict[str, MembershipScores]:
-    """Score every sample with attacks that learnt from the other folds only."""
-    fold = fold_of(members, folds, seed)
+    """Score every sample that has what an attack needs, with attacks that learnt from the other folds only."""
     results = {}
-    for name, attack in attacks.items():
-        scores = np.empty(len(members))
-        for k in range(folds):
+    for name, attack in expanded(attacks, signals).items():
+        rows = np.flatnonzero(needs_of(attack).rows(signals))
+        mine, truth = (signals if len(rows) == len(signals) else signals[torch.as_tensor(rows)]), members[rows]
+        if not truth.any() or truth.all():
+            raise UserError(f"attack {name!r} needs {needs_of(attack)}, for members and non-members")
+        fold = fold_of(truth, folds, seed)
+        scores = np.empty(len(rows))
+        for k in np.unique(fold):
             known_rows, query_rows = np.flatnonzero(fold != k), np.flatnonzero(fold == k)
-            known = Known(signals[torch.as_tensor(known_rows)], torch.as_tensor(members[known_rows]))
-            found = _asked(name, attack, known, signals[torch.as_tensor(query_rows)])
+            known = Known(mine[torch.as_tensor(known_rows)], torch.as_tensor(truth[known_rows]))
+            found = _asked(name, attack, known, mine[torch.as_tensor(query_rows)])
             if found.shape != (len(query_rows),):
                 raise UserError(f"attack {name!r} returned {tuple(found.shape)} scores for {len(query_rows)} samples")
             if not torch.isfinite(found).all():
                 raise UserError(f"attack {name!r} gave a score that is not finite: no sample can be ranked by it")
             scores[query_rows] = found.detach().cpu().double().numpy()
-        results[name] = MembershipScores(scores, members, signals.labels.numpy(), folds, seed)
+        results[name] = MembershipScores(scores, truth, mine.labels.numpy(), folds, seed, rows)
     return results
 
 
@@ -347,27 +272,53 @@ def evaluate(
     batch_size: int = 256,
     workers: int = 0,
     seed: int = 0,
+    *,
+    references: References | None = None,
+    effort: Effort | None = None,
+    parts: Sequence[Stage] | None = None,
 ) -> dict[str, Evaluation]:
-    """Attack every model on the same samples; utility on `test` (on the non-members if there is none)."""
+    """Attack every model on the same samples; utility on `test` (on the non-members if there is none).
+
+    references: outputs of other models, for the attacks that calibrate by them. effort: what may be spent on augmented
+    and label-only queries. Without `attacks` all score attacks run, and those on references where there are some.
+    """
     if isinstance(models, nn.Module):
         models = {"model": models}
     if attacks is None:
         attacks = default_attacks()
+    effort = effort or Effort(batch_size=batch_size, workers=workers)
+    wanted = [needs_of(attack) for attack in attacks.values()]
+    if references is not None and references.augmented is not None:
+        wanted.append(Needs(augmented=True))
+    ids = np.concatenate([sample_ids(members), sample_ids(nonmembers)])
     results = {}
     for name, model in models.items():
-        inside, outside = (collect(model, part, batch_size, workers) for part in (members, nonmembers))
+        inside, outside = (measure(model, part, wanted, effort, parts) for part in (members, nonmembers))
         truth = np.repeat([True, False], [len(inside), len(outside)])
-        unseen = outside if test is None else collect(model, test, batch_size, workers)
+        unseen = outside if test is None else measure(model, test, (), effort)
+        signals = with_references(join(inside, outside), ids, references)
+        usable, skipped = applicable(attacks, signals, truth)
+        if not usable:
+            raise UserError(f"no attack can run: {'; '.join(f'{a} {why}' for a, why in skipped.items())}")
         results[name] = Evaluation(
-            _accuracy(inside), _accuracy(unseen), run_attacks(attacks, join(inside, outside), truth, seed=seed)
+            _accuracy(inside),
+            _accuracy(unseen),
+            run_attacks(usable, signals, truth, seed=seed),
+            skipped,
+            references.source if references is not None else "",
         )
     return results
 
 
 def default_attacks() -> dict[str, Attack]:
+    """Those that need no more than outputs: of the model, and of reference models where there are some."""
     from .plugins import registry
 
-    return dict(registry("attacks"))
+    return {
+        name: attack
+        for name, attack in registry("attacks").items()
+        if not needs_of(attack).measured and not needs_of(attack).augmented
+    }
 
 
 def _accuracy(signals: Signals) -> Estimate:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from .data import batches, indexed
 from .errors import UserError
-from .evaluate import Estimate, auc, proportion
+from .intervals import Estimate, auc, proportion
 from .probes import Probe, probe
 from .stages import HEAD, SCRATCH, Stage, stages, watch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from .data import Part, batches, indexed
-from .evaluate import Estimate, proportion, rate_difference
+from .intervals import Estimate, proportion, rate_difference
 from .stages import Stage, watch
 
 
@@ -52,7 +52,7 @@ def probe(
     for part in parts:
         x = {kind: features[part.name] for kind, (features, _) in of_full.items()}
         members, labels = np.concatenate([x["seen"], x["unseen"]]), np.concatenate([y["seen"], y["unseen"]])
-        right = fit_svm(members, labels, seed)(x["held_out"]) == y["held_out"]
+        right = fit_svm(members, labels, seed).predict(x["held_out"]) == y["held_out"]
         gap = _member_gap({kind: features[part.name] for kind, (features, _) in of_half.items()}, y, seed)
         gain = None if before is None else _paired_gain(right, before)
         found[part.name] = Probe(proportion(int(right.sum()), len(right)), gain, gap)
@@ -61,8 +61,8 @@ def probe(
 
 
 def _member_gap(x: dict[str, np.ndarray], y: dict[str, np.ndarray], seed: int) -> Estimate:
-    predict = fit_svm(x["unseen"], y["unseen"], seed)
-    hits = {kind: int((predict(x[kind]) == y[kind]).sum()) for kind in ("seen", "held_out")}
+    svm = fit_svm(x["unseen"], y["unseen"], seed)
+    hits = {kind: int((svm.predict(x[kind]) == y[kind]).sum()) for kind in ("seen", "held_out")}
     return rate_difference(hits["seen"], len(y["seen"]), hits["held_out"], len(y["held_out"]))
 
 
@@ -101,11 +101,11 @@ def pooled_features(model: nn.Module, parts: Sequence[Stage], data: Dataset, bat
     return {name: np.concatenate(values) for name, values in kept.items()}, np.concatenate(labels)
 
 
-def fit_svm(x: np.ndarray, y: np.ndarray, seed: int) -> Callable[[np.ndarray], np.ndarray]:
-    """A linear SVM on standardised features; returns its predictor."""
+def fit_svm(x: np.ndarray, y: np.ndarray, seed: int):
+    """A linear SVM on standardised features, as a fitted scikit-learn pipeline."""
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
     from sklearn.svm import LinearSVC
 
     # C below 1: features outnumber what a few thousand samples can pin down
-    return make_pipeline(StandardScaler(), LinearSVC(C=0.01, random_state=seed, max_iter=5000)).fit(x, y).predict
+    return make_pipeline(StandardScaler(), LinearSVC(C=0.01, random_state=seed, max_iter=5000)).fit(x, y)

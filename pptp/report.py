@@ -9,7 +9,8 @@ import numpy as np
 from markupsafe import Markup
 
 from . import plots
-from .evaluate import Estimate, MembershipScores
+from .evaluate import MembershipScores
+from .intervals import Estimate
 from .models import atomically
 from .runs import UNDEFENDED, Run, read_json, write_json
 from .stages import SCRATCH

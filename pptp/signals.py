@@ -1,9 +1,11 @@
-"""Model outputs, computed once: all that a black-box attack may look at."""
+"""Model outputs, computed once: all that an attack may look at."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -20,32 +22,81 @@ class Signals:
     labels: Tensor  # (n,)
     reference_logits: Tensor | None = None  # (m, n, classes), of m other models
     reference_members: Tensor | None = None  # (m, n) bool, what those were trained on
+    augmented: Tensor | None = None  # (q, n, classes), on q augmented views of each sample
+    reference_augmented: Tensor | None = None  # (m, q, n, classes), of the other models on the same views
+    measured: Mapping[str, Tensor] = field(default_factory=dict)  # (n, ...) each: "gradient/layer4", "boundary", ...
 
     def __post_init__(self):
         if self.logits.ndim != 2 or self.labels.shape != self.logits.shape[:1]:
             raise UserError(
                 f"logits must be (n, classes) and labels (n,), got {tuple(self.logits.shape)} and {tuple(self.labels.shape)}"
             )
-        if not torch.isfinite(self.logits).all():
-            bad = int((~torch.isfinite(self.logits)).any(1).nonzero()[0])
-            raise UserError(f"logits of sample {bad} are not finite: no attack can rank them")
+        check_finite("logits", self.logits)
         if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < self.logits.shape[1]:
             raise UserError(
                 f"labels run from {int(self.labels.min())} to {int(self.labels.max())}, but there are {self.logits.shape[1]} logits"
             )
+        if (self.reference_logits is None) != (self.reference_members is None):
+            raise UserError("reference_logits and reference_members go together: give both or neither")
+        if self.reference_logits is not None:
+            self._check_references()
+
+    def _check_references(self) -> None:
+        models, wanted = len(self.reference_logits), (len(self), self.logits.shape[1])
+        if tuple(self.reference_logits.shape[1:]) != wanted or self.reference_members.shape != (models, len(self)):
+            raise UserError(
+                f"reference_logits must be (models, {wanted[0]}, {wanted[1]}) and reference_members (models, {wanted[0]}), "
+                f"got {tuple(self.reference_logits.shape)} and {tuple(self.reference_members.shape)}"
+            )
+        for model in self.reference_logits:
+            check_finite("reference_logits", model)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, rows: Tensor) -> Signals:
-        references = None if self.reference_logits is None else self.reference_logits[:, rows]
-        members = None if self.reference_members is None else self.reference_members[:, rows]
-        return Signals(self.logits[rows], self.labels[rows], references, members)
+        def pick(tensor: Tensor | None, dim: int) -> Tensor | None:
+            return None if tensor is None else tensor.index_select(dim, rows)
+
+        return Signals(
+            self.logits[rows],
+            self.labels[rows],
+            pick(self.reference_logits, 1),
+            pick(self.reference_members, 1),
+            pick(self.augmented, 1),
+            pick(self.reference_augmented, 2),
+            {name: values[rows] for name, values in self.measured.items()},
+        )
 
     @property
     def log_probabilities(self) -> Tensor:
         """(n, classes) in float64: in float32 confident probabilities are all 1."""
         return self.logits.double().log_softmax(1)
+
+    @property
+    def log_true(self) -> Tensor:
+        """(n,): log p_y."""
+        return log_true(self.logits, self.labels)
+
+
+def check_finite(name: str, logits: Tensor) -> None:
+    if not torch.isfinite(logits).all():
+        bad = int((~torch.isfinite(logits)).any(-1).nonzero()[0, -1])
+        raise UserError(f"{name} of sample {bad} are not finite: no attack can rank them")
+
+
+def log_true(logits: Tensor, labels: Tensor) -> Tensor:
+    """log p_y in float64; logits (..., n, classes), labels (n,) -> (..., n)."""
+    true = labels.expand(logits.shape[:-1])[..., None]
+    return logits.double().log_softmax(-1).gather(-1, true).squeeze(-1)
+
+
+def logit_margin(logits: Tensor, labels: Tensor) -> Tensor:
+    """z_y - logsumexp of the other logits = log(p_y / (1 - p_y)), exact and in float64; shapes as in `log_true`."""
+    true = labels.expand(logits.shape[:-1])[..., None]
+    z = logits.double()
+    others = z.scatter(-1, true, -float("inf")).logsumexp(-1)
+    return z.gather(-1, true).squeeze(-1) - others
 
 
 def join(a: Signals, b: Signals) -> Signals:
@@ -59,6 +110,9 @@ def join(a: Signals, b: Signals) -> Signals:
         cat(a.labels, b.labels, 0),
         cat(a.reference_logits, b.reference_logits, 1),
         cat(a.reference_members, b.reference_members, 1),
+        cat(a.augmented, b.augmented, 1),
+        cat(a.reference_augmented, b.reference_augmented, 2),
+        {name: torch.cat([a.measured[name], b.measured[name]]) for name in a.measured if name in b.measured},
     )
 
 
@@ -68,6 +122,56 @@ class Known:
 
     signals: Signals
     members: Tensor  # (n,) bool
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an attack looks at besides the outputs of the model."""
+
+    outside: int = 0  # reference models that were not trained on the sample
+    inside: int = 0  # reference models that were
+    augmented: bool = False
+    measured: str = ""  # "gradient" and "feature" come once a stage, "boundary" once
+
+    def rows(self, signals: Signals) -> np.ndarray:
+        """(n,) bool: the samples for which everything is there."""
+        enough = np.ones(len(signals), dtype=bool)
+        if self.outside or self.inside:
+            if signals.reference_members is None:
+                return ~enough
+            trained = signals.reference_members.sum(0).numpy()
+            enough &= (trained >= self.inside) & (len(signals.reference_members) - trained >= self.outside)
+        if self.augmented and signals.augmented is None:
+            return ~enough
+        return enough if not self.measured or self.keys(signals) else ~enough
+
+    def keys(self, signals: Signals) -> list[str]:
+        """Names of the measurements of the wanted kind."""
+        return [name for name in signals.measured if name.partition("/")[0] == self.measured]
+
+    def __str__(self) -> str:
+        models = [
+            f"{n} reference models trained {w} a sample"
+            for n, w in ((self.inside, "on"), (self.outside, "without"))
+            if n
+        ]
+        return " and ".join(
+            models + ["augmented queries"] * self.augmented + [f"{self.measured} measurements"] * bool(self.measured)
+        )
+
+
+def needs(**what) -> Callable:
+    """Mark an attack with its `Needs`."""
+
+    def mark(attack):
+        attack.needs = Needs(**what)
+        return attack
+
+    return mark
+
+
+def needs_of(attack) -> Needs:
+    return getattr(attack, "needs", Needs())
 
 
 @torch.no_grad()

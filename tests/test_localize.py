@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 import pptp
 from pptp.data import indexed
-from pptp.evaluate import Estimate
+from pptp.intervals import Estimate
 from pptp.localize import (
     RISKY,
     SAFE,

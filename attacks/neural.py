@@ -1,0 +1,64 @@
+"""Attacks that are networks: fitted on known samples (Nasr et al. 2018) or on shadow models (Shokri et al., S&P 2017)."""
+
+import warnings
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pptp.signals import Known, Signals, needs
+
+MOST = 20_000  # rows that a network is fitted on
+
+
+def network(known: Known, query: Signals) -> Tensor:
+    """A network on the outputs and the true class of the target, fitted on its known members and non-members."""
+    rows = chosen(len(known.members))
+    score = fitted(inputs(known.signals.logits, known.signals.labels)[rows], known.members.numpy()[rows])
+    return score(inputs(query.logits, query.labels))
+
+
+@needs(outside=1, inside=1)
+def shadow_network(known: Known, query: Signals) -> Tensor:
+    """The same network fitted on what shadow models say of samples that they were, and were not, trained on."""
+    signals = known.signals
+    models, n = signals.reference_members.shape
+    rows = chosen(models * n)
+    model, sample = rows // n, rows % n
+    logits = signals.reference_logits[model, sample]
+    score = fitted(inputs(logits, signals.labels[sample]), signals.reference_members[model, sample].numpy())
+    return score(inputs(query.logits, query.labels))
+
+
+def inputs(logits: Tensor, labels: Tensor) -> np.ndarray:
+    """(n, 2 classes + 1): log-probabilities in descending order, log p_y, and the true class as one-hot."""
+    log_p = logits.double().log_softmax(1).clamp(min=-30)
+    true = log_p.gather(1, labels[:, None])
+    one_hot = torch.nn.functional.one_hot(labels, logits.shape[1])
+    return torch.cat([log_p.sort(1, descending=True).values, true, one_hot], 1).float().numpy()
+
+
+def chosen(available: int) -> np.ndarray:
+    """At most MOST row numbers, always the same ones."""
+    return np.sort(np.random.default_rng(0).permutation(available)[:MOST])
+
+
+def fitted(x: np.ndarray, members: np.ndarray):
+    """A scorer of rows: log-odds of a network that stops by a part of its own training rows, never by what it scores."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.neural_network import MLPClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    if members.all() or not members.any():
+        raise ValueError("a network needs both members and non-members to learn from")
+    classifier = MLPClassifier((64,), early_stopping=True, n_iter_no_change=5, max_iter=60, random_state=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # 60 epochs are the budget
+        model = make_pipeline(StandardScaler(), classifier).fit(x, members)
+
+    def score(rows: np.ndarray) -> Tensor:
+        p = torch.from_numpy(model.predict_proba(rows)[:, 1]).double().clamp(1e-12, 1 - 1e-12)
+        return torch.logit(p)
+
+    return score
