@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from .evaluate import Attack, Evaluation, MembershipScores, evaluate
     from .intervals import Estimate
     from .localize import RiskReport, StageRisk, localize
+    from .measures import Effort, References
     from .models import create
     from .retrain import Defense, LossDefense, retrain
-    from .signals import Known, Signals, collect
+    from .signals import Known, Needs, Signals, collect, needs
     from .sources import load
     from .splits import Splits, TrainingData, from_indices, split
     from .stages import Stage, snapshot, stages
@@ -28,9 +29,10 @@ _HOME = {
     "evaluate": ("Attack", "Evaluation", "MembershipScores", "evaluate"),
     "intervals": ("Estimate",),
     "localize": ("RiskReport", "StageRisk", "localize"),
+    "measures": ("Effort", "References"),
     "models": ("create",),
     "retrain": ("Defense", "LossDefense", "retrain"),
-    "signals": ("Known", "Signals", "collect"),
+    "signals": ("Known", "Needs", "Signals", "collect", "needs"),
     "sources": ("load",),
     "splits": ("Splits", "TrainingData", "from_indices", "split"),
     "stages": ("Stage", "snapshot", "stages"),

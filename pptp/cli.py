@@ -30,6 +30,8 @@ HELP = {
     "reference": "share or number of samples that a defense may use besides",
     "nonmembers": "share or number of non-members to attack",
     "test": "share or number of held-out test samples",
+    "canaries": "odd samples besides, trained on or not by the toss of a coin, for pptp audit",
+    "canary_kind": "mislabelled or noise",
     "opt": "optimizer, by timm's name",
     "sched": "cosine, step, multistep, poly, tanh or constant",
     "clip_grad": "largest gradient norm, 0 = no clipping",
@@ -55,56 +57,122 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, text: str, run: str | None = "RUN") -> argparse.ArgumentParser:
+    def command(name: str, text: str, run: bool = True, fresh: bool = True) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         if run:
-            sub.add_argument("run", metavar=run, help="the run directory")
-        sub.add_argument("--fresh", action="store_true", help="start over instead of resuming")
+            sub.add_argument("run", metavar="RUN", help="the run directory")
+        if fresh:
+            sub.add_argument("--fresh", action="store_true", help="start over instead of resuming")
         return sub
 
-    train = command("train", "train the full and the half model from the same initial weights")
-    train.add_argument("--config", help="YAML file with settings; flags win over it")
-    _add_settings(train, flat_fields())
+    _train_flags(command("train", "train the full and the half model from the same initial weights"))
+    _localize_flags(command("localize", "find the stages that memorise"))
+    _retrain_flags(command("retrain", "freeze, rewind and retrain under a defense, with its control"))
+    _ensemble_flags(command("ensemble", "train reference models, for the attacks that need them", fresh=False))
+    _evaluate_flags(command("evaluate", "attack every model of the run, side by side"))
+    _audit_flags(command("audit", "lower bounds on epsilon, beside what a defense claims", fresh=False))
+    report = command("report", "write report.html", fresh=False)
+    report.add_argument("--no-images", action="store_true", help="leave the most exposed images out of the page")
+    _attack_flags(command("attack", "attack outputs of a model that was not trained here", run=False, fresh=False))
+    demo = command("demo", "the whole road on scikit-learn's digits, a few minutes, no download", run=False)
+    demo.add_argument("run", nargs="?", default="runs/demo", metavar="RUN", help="the run directory (runs/demo)")
+    return top
 
-    localize = command("localize", "find the stages that memorise")
-    localize.add_argument("--delta", type=float, default=0.05, help="smallest |AUC - 1/2| that counts as risky (0.05)")
-    localize.add_argument(
+
+def _train_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--config", help="YAML file with settings; flags win over it")
+    _add_settings(sub, flat_fields())
+
+
+def _localize_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--delta", type=float, default=0.05, help="smallest |AUC - 1/2| that counts as risky (0.05)")
+    sub.add_argument(
         "--probe-samples", type=int, default=2000, help="most samples of each kind for the linear probes (2000)"
     )
-    localize.add_argument("--no-probes", action="store_true", help="distances only")
+    sub.add_argument("--no-probes", action="store_true", help="distances only")
 
-    retrain = command("retrain", "freeze, rewind and retrain under a defense, with its control")
-    retrain.add_argument(
+
+def _retrain_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
         "--defense", action="append", required=True, help="a name such as relaxloss, or module:Class; may be repeated"
     )
-    retrain.add_argument(
+    sub.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="FIELD=VALUE",
         help="a setting of the defense, of several ones as DEFENSE.FIELD=VALUE; may be repeated",
     )
-    retrain.add_argument(
+    sub.add_argument(
         "--trunk-data",
         choices=("same", "disjoint", "public"),
         help="dpsgd: what the frozen layers were trained on, for what epsilon covers (same)",
     )
-    retrain.add_argument(
+    sub.add_argument(
         "--cut", default="auto", help="first stage or block to retrain; auto, strict, block, head or scratch"
     )
-    retrain.add_argument("--rewind", default="init", help="what the retrained layers start from: init, epoch=K or none")
-    retrain.add_argument("--name", default="", help="folder below RUN/retrain")
-    retrain.add_argument("--no-control", action="store_true", help="do not also retrain with plain cross-entropy")
-    _add_settings(retrain, {f.name: flat_fields()[f.name] for f in fields(Recipe)}, as_trained=True)
+    sub.add_argument("--rewind", default="init", help="what the retrained layers start from: init, epoch=K or none")
+    sub.add_argument("--name", default="", help="folder below RUN/retrain")
+    sub.add_argument("--no-control", action="store_true", help="do not also retrain with plain cross-entropy")
+    _add_settings(sub, {f.name: flat_fields()[f.name] for f in fields(Recipe)}, as_trained=True)
 
-    evaluate = command("evaluate", "attack every model of the run, side by side")
-    evaluate.add_argument(
-        "--attack", action="append", default=[], help="a name, or module:function; may be repeated (all)"
+
+def _ensemble_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--models", type=int, default=16, help="how many, an even number; more can be added later (16)")
+    sub.add_argument(
+        "--procedure",
+        default="plain",
+        help="plain, or the name of a retraining of this run, to be repeated whole by each: the adaptive attacker",
     )
-    command("report", "write report.html")
-    demo = command("demo", "the whole road on scikit-learn's digits, a few minutes, no download", run=None)
-    demo.add_argument("run", nargs="?", default="runs/demo", metavar="RUN", help="the run directory (runs/demo)")
-    return top
+    sub.add_argument("--own-cut", action="store_true", help="each localises for itself, at twice the price")
+    sub.add_argument("--queries", type=int, default=0, help="augmented queries of every sample to record (0)")
+    sub.add_argument("--record-epochs", default="", help="epochs after which to record outputs too, e.g. 1,5,10")
+    sub.add_argument("--processes", type=int, default=1, help="models trained at once (1)")
+    sub.add_argument("--only", type=int, help="train model number K alone, for one job of a cluster's array")
+    sub.add_argument("--ensemble-seed", type=int, default=0, help="of the halves (0)")
+
+
+def _gate_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--attack",
+        action="append",
+        default=[],
+        help="a name, a group (scores, references, label_only, white_box, all) or module:function; may be repeated",
+    )
+    sub.add_argument(
+        "--fail-if",
+        action="append",
+        default=[],
+        metavar="RULE",
+        help='exit with 1 if this surely holds: "auc>0.6", "tpr@0.01>0.03", "MODEL:ATTACK.auc>0.6"; may be repeated',
+    )
+    sub.add_argument("--fail-undecided", action="store_true", help="fail also where the interval includes the bound")
+    sub.add_argument("--json", default="", metavar="FILE", help="write results and verdicts")
+    sub.add_argument("--junit", default="", metavar="FILE", help="write the verdicts as JUnit XML")
+
+
+def _evaluate_flags(sub: argparse.ArgumentParser) -> None:
+    _gate_flags(sub)
+    sub.add_argument("--slices", default="", metavar="FILE", help=".npz of named arrays of sample ids to judge apart")
+    sub.add_argument(
+        "--queries", type=int, default=8, help="augmented queries of a sample, for the attacks on them (8)"
+    )
+    sub.add_argument("--query-budget", type=int, default=100, help="label-only queries of a sample (100)")
+
+
+def _audit_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--delta", type=float, help="delta of the bounds (as claimed, or 0)")
+    sub.add_argument("--attack", default="confidence", help="whose score is thresholded (confidence)")
+
+
+def _attack_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--logits",
+        required=True,
+        metavar="FILE",
+        help=".npz with logits or probabilities, labels, members, and optionally reference_logits and reference_members",
+    )
+    _gate_flags(sub)
 
 
 def _add_settings(sub: argparse.ArgumentParser, settings: dict, as_trained: bool = False) -> None:
@@ -179,9 +247,12 @@ def _typed(key: str, value):
     return typed
 
 
-def run_command(arguments: argparse.Namespace) -> None:
+def run_command(arguments: argparse.Namespace) -> int:
+    """Do what was asked; the exit code."""
     settings = settings_of(arguments)
     plan: Experiment | None = experiment(settings) if arguments.command == "train" else None
+    if arguments.command in ("ensemble", "evaluate", "audit", "attack"):
+        return _attacking(arguments)
     from . import commands
 
     if arguments.command == "train":
@@ -191,34 +262,72 @@ def run_command(arguments: argparse.Namespace) -> None:
             arguments.run, arguments.delta, not arguments.no_probes, arguments.probe_samples, arguments.fresh
         )
     elif arguments.command == "retrain":
-        changes = {f.name: settings[f.name] for f in fields(Recipe) if f.name in settings}
-        from .plugins import share_out
-
-        wanted = arguments.set + ([f"trunk_data={arguments.trunk_data}"] if arguments.trunk_data else [])
-        commands.retrain_run(
-            arguments.run,
-            share_out("defenses", arguments.defense, wanted),
-            changes,
-            arguments.cut,
-            arguments.rewind,
-            arguments.name,
-            not arguments.no_control,
-            arguments.fresh,
-        )
-    elif arguments.command == "evaluate":
-        commands.evaluate_run(arguments.run, arguments.attack, arguments.fresh)
+        _retrain(arguments, {f.name: settings[f.name] for f in fields(Recipe) if f.name in settings})
     elif arguments.command == "report":
-        commands.report_run(arguments.run)
+        commands.report_run(arguments.run, not arguments.no_images)
     else:
         from .demo import demo
 
         demo(arguments.run, arguments.fresh)
+    return 0
+
+
+def _retrain(arguments: argparse.Namespace, changes: dict) -> None:
+    from . import commands
+    from .plugins import share_out
+
+    wanted = arguments.set + ([f"trunk_data={arguments.trunk_data}"] if arguments.trunk_data else [])
+    commands.retrain_run(
+        arguments.run,
+        share_out("defenses", arguments.defense, wanted),
+        changes,
+        arguments.cut,
+        arguments.rewind,
+        arguments.name,
+        not arguments.no_control,
+        arguments.fresh,
+    )
+
+
+def _attacking(arguments: argparse.Namespace) -> int:
+    """The commands that attack; 1 where a bound is broken."""
+    from . import attacking
+    from .measures import Effort
+
+    if arguments.command == "ensemble":
+        attacking.ensemble_run(
+            arguments.run,
+            arguments.models,
+            arguments.procedure,
+            arguments.queries,
+            _epochs(arguments.record_epochs),
+            arguments.own_cut,
+            arguments.processes,
+            arguments.only,
+            arguments.ensemble_seed,
+        )
+        return 0
+    if arguments.command == "audit":
+        attacking.audit_run(arguments.run, arguments.delta, arguments.attack)
+        return 0
+    gate = attacking.Gate(arguments.fail_if, arguments.fail_undecided, arguments.json, arguments.junit)
+    if arguments.command == "attack":
+        return 0 if attacking.attack_outputs(arguments.logits, arguments.attack, gate) else 1
+    effort = Effort(arguments.queries, arguments.query_budget)
+    passed = attacking.evaluate_run(arguments.run, arguments.attack, arguments.fresh, gate, effort, arguments.slices)
+    return 0 if passed else 1
+
+
+def _epochs(text: str) -> list[int]:
+    if not all(part.strip().isdigit() for part in text.split(",") if part):
+        raise UserError(f"record_epochs is {text!r}: give epochs such as 1,5,10")
+    return [int(part) for part in text.split(",") if part]
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
-        run_command(arguments)
+        return run_command(arguments)
     except UserError as error:
         print(f"pptp: {error}", file=sys.stderr)
         return 2
@@ -234,7 +343,6 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -13,18 +13,15 @@ import torch
 from . import models
 from .config import Experiment, Recipe
 from .errors import UserError
-from .evaluate import Evaluation, default_attacks, evaluate
-from .intervals import Estimate
 from .localize import localize
-from .plugins import build, code_of, find, settings_of
+from .plugins import code_of, settings_of
+from .procedures import KeepWeights, make_defense, train_base
 from .report import activity, write_report
 from .retrain import Defense, retrain
 from .runs import UNDEFENDED, Run, differences, measured, read_json, write_json, write_jsonl, write_npz
 from .splits import TrainingData
 from .stages import SCRATCH, split_at
-from .training import Monitor, fit, main_process, make_optimizer
-
-ATTACK_CAVEAT = "Score attacks on one model understate what an attacker with reference models can do."
+from .training import main_process, make_optimizer
 
 
 def train_run(path: str, experiment: Experiment, fresh: bool = False) -> Run:
@@ -65,26 +62,15 @@ def _initial_model(run: Run, folder: Path):
     return model
 
 
-class _KeepWeights(Monitor):
-    """Save the weights after the listed epochs ("1,5"), for `--rewind epoch=K`."""
-
-    def __init__(self, folder: Path, epochs: str):
-        self.folder, self.epochs = folder, [int(k) for k in epochs.split(",") if k]
-
-    def after_epoch(self, model, epoch):
-        if epoch + 1 in self.epochs:
-            models.write_weights(model, self.folder / f"epoch_{epoch + 1}.safetensors")
-        return {}
-
-
 def _train_one(run: Run, name: str, part) -> None:
     folder = run.folder(name)
     model = _initial_model(run, folder)
-    keep = [_KeepWeights(folder, run.experiment.keep_epochs)] if name == UNDEFENDED else []
+    keep = [KeepWeights(folder, run.experiment.keep_epochs)] if name == UNDEFENDED else []
     title = f"{name} ({len(part)} images)"
     cost: dict[str, float] = {}
     with measured(cost):
-        summary = _by_procedure(run, model, part, keep, folder / "checkpoint.pt", title)
+        data = TrainingData(part, run.splits.reference)
+        summary = train_base(run.experiment, model, data, run.experiment.recipe, keep, folder / "checkpoint.pt", title)
     if not main_process():
         return
     cost["seconds"] = summary["seconds"]  # of all epochs, also of those before a resume
@@ -94,15 +80,6 @@ def _train_one(run: Run, name: str, part) -> None:
     run.save_model(name, model, f"# {run.experiment.model}, {name}\n\n{card}\n")
     _forget_checkpoints(folder)
     print(f"{name}: {_sentence(summary)}")
-
-
-def _by_procedure(run: Run, model, part, monitors, checkpoint: Path, title: str) -> dict:
-    """Plain training, or that of a defense used as a recipe (CS-KD): the same for both models."""
-    recipe, procedure = run.experiment.recipe, run.experiment.procedure
-    if procedure == "plain":
-        return fit(model, part, recipe, monitors=monitors, checkpoint=checkpoint, title=title).summary()
-    data = TrainingData(part, run.splits.reference)
-    return build("defenses", procedure).train(model, data, recipe, monitors=monitors, checkpoint=checkpoint)
 
 
 def _adopt(run: Run, name: str, checkpoint: str) -> None:
@@ -210,7 +187,7 @@ def retrain_run(
         defenses = {**defenses, "plain": []}
     jobs = []
     for defense, settings in defenses.items():
-        _defense(defense, settings)  # or refuse it, before anything else
+        make_defense(defense, settings)  # or refuse it, before anything else
         own = name and (f"{name}-control" if defense == "plain" and len(defenses) > 1 else name)
         jobs.append(_Job(own or _job_name(defense, cut, rewind), defense, tuple(settings), first_stage, rewind, recipe))
     waiting = [job for job in jobs if job.is_needed(run, fresh)]  # refuses before anything is trained or deleted
@@ -255,7 +232,7 @@ class _Job:
 
     def plan(self) -> dict:
         """As defense.json keeps it; of a defense from elsewhere with its code, since that has no version."""
-        chosen = _defense(self.defense, self.settings)
+        chosen = make_defense(self.defense, self.settings)
         own = {"code": code_of(type(chosen))} if ":" in self.defense else {}
         return {
             "defense": self.defense,
@@ -284,19 +261,12 @@ class _Job:
 
     def check(self, run: Run, base, parts) -> None:
         """Refuse whatever cannot work."""
-        defense = _defense(self.defense, self.settings)
+        defense = make_defense(self.defense, self.settings)
         defense.check(run.splits.classes, self.recipe)
         defense.check_start(self.rewind == "init")
         split_at(parts, self.cut)
         make_optimizer(base, self.recipe)
         _rewind_state(run, self.rewind)
-
-
-def _defense(name: str, settings) -> Defense:
-    built = build("defenses", name, settings)
-    if not isinstance(built, Defense):
-        raise UserError(f"{name!r} is not a defense: it must be a class that inherits from pptp.Defense")
-    return built
 
 
 def _rewind_state(run: Run, rewind: str):
@@ -313,7 +283,7 @@ def _retrain_one(run: Run, job: _Job, parts, fresh: bool) -> None:
     folder = run.folder(job.name)
     if fresh and main_process():
         shutil.rmtree(folder, ignore_errors=True)
-    defense = _defense(job.defense, job.settings)
+    defense = make_defense(job.defense, job.settings)
     model, state = run.model(UNDEFENDED), _rewind_state(run, job.rewind)
     write_json(folder / "defense.json", job.plan())
     cost: dict[str, float] = {}
@@ -360,68 +330,8 @@ def _card(run: Run, job: _Job, defense, result: dict) -> str:
     )
 
 
-def evaluate_run(path: str, attack_names: list[str], fresh: bool = False) -> dict[str, dict]:
-    """`pptp evaluate`: every model of the run, side by side on the same samples."""
+def report_run(path: str, images: bool = True) -> Path:
     run = Run.open(path)
-    attacks = {name: find("attacks", name) for name in attack_names} if attack_names else default_attacks()
-    results = {}
-    for name in run.trained_names():
-        target = run.path / "evaluate" / name / "evaluation.json"
-        key = {
-            "weights": run.weights_digest(name),
-            "splits": run.splits_digest(),
-            "attacks": {name: code_of(attack) for name, attack in attacks.items()},
-        }
-        if target.exists() and not fresh and read_json(target, "").get("key") == key:
-            results[name] = read_json(target, "")
-            continue
-        cost: dict[str, float] = {}
-        with measured(cost):
-            model, s = run.model(name), run.splits
-            workers = run.experiment.recipe.workers
-            found = evaluate({name: model}, s.members, s.nonmembers, s.test, attacks, workers=workers)[name]
-        results[name] = {**found.to_dict(), "key": key, "cost": cost}
-        _save_scores(run, name, found)
-        write_json(target, results[name])
-    print(table(results))
-    return results
-
-
-def _save_scores(run: Run, name: str, found: Evaluation) -> None:
-    ids = np.concatenate([run.splits.members.indices, run.splits.nonmembers.indices])
-    any_scores = next(iter(found.attacks.values()))
-    write_npz(
-        run.path / "evaluate" / name / "scores.npz",
-        {
-            "ids": ids,
-            "members": any_scores.members,
-            "labels": any_scores.labels,
-            **{f"score/{a}": s.scores for a, s in found.attacks.items()},
-        },
-    )
-
-
-def table(results: dict[str, dict]) -> str:
-    """Utility and leakage of every model, one line each."""
-    width = max(len(name) for name in results) + 2
-    lines = [
-        f"{'model':<{width}}{'train accuracy':<22}{'test accuracy':<22}{'AUC of strongest attack':<42}{'TPR at 1 % FPR':<30}"
-    ]
-    for name, r in results.items():
-        train, test, auc = (Estimate(**e) for e in (r["train_accuracy"], r["test_accuracy"], r["strongest"]["auc"]))
-        attack = r["strongest"]["attack"]
-        tpr = Estimate(**r["attacks"][attack]["tpr@0.01"])
-        lines.append(f"{name:<{width}}{train!s:<22}{test!s:<22}{f'{auc} {attack}':<42}{tpr}")
-    first = next(iter(results.values()))
-    lines.append(
-        f"{first['members']} members, {first['nonmembers']} non-members; 95 % intervals, AUC corrected for taking the strongest of "
-        f"{first['strongest']['corrected_for']} attacks. {ATTACK_CAVEAT}"
-    )
-    return "\n".join(lines)
-
-
-def report_run(path: str) -> Path:
-    run = Run.open(path)
-    target = write_report(run)
+    target = write_report(run, images)
     print(f"wrote {target}")
     return target

@@ -45,6 +45,12 @@ class Parts:
     reference: float = 0.1
     nonmembers: float = 0.25
     test: float = 0.15
+    canaries: int = 0  # odd samples besides, trained on or not by the toss of a coin, for `pptp audit`
+    canary_kind: str = "mislabelled"  # or "noise"
+
+    def __post_init__(self):
+        if self.canaries < 0:
+            raise UserError(f"canaries is {self.canaries}: it must be 0 or above")
 
 
 SCHEDULES = ("cosine", "step", "multistep", "poly", "tanh", "constant")
@@ -123,6 +129,8 @@ class Experiment:
             raise UserError(
                 "models trained elsewhere need --splits-file, the sample ids they were trained on: else membership would be invented"
             )
+        if self.splits_file and self.parts.canaries:
+            raise UserError("canaries are drawn before the parts are: they do not go with --splits-file")
         if not all(k.strip().isdigit() and 1 <= int(k) <= self.recipe.epochs for k in self.keep_epochs.split(",") if k):
             raise UserError(
                 f"keep_epochs is {self.keep_epochs!r}: give epochs between 1 and {self.recipe.epochs}, e.g. 1,5"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import commands
+from . import attacking, commands
 from .config import experiment
 
 SETTINGS = {
@@ -40,5 +40,5 @@ def demo(path: str, fresh: bool = False) -> None:
     whole = {"epochs": SETTINGS["epochs"]}  # what the defense does without PPTP, at its full price
     commands.retrain_run(path, {"relaxloss": [ALPHA]}, whole, cut="scratch", control=False, fresh=fresh)
     print()
-    commands.evaluate_run(path, [], fresh)
+    attacking.evaluate_run(path, [], fresh)
     commands.report_run(path)

@@ -89,8 +89,8 @@ class MembershipScores:
     def auc_at(self, confidence: float) -> Estimate:
         return auc(self.scores[self.members], self.scores[~self.members], confidence)
 
-    def tpr_at(self, fpr: float) -> Estimate:
-        return tpr_at(self.scores[self.members], self.scores[~self.members], fpr)
+    def tpr_at(self, fpr: float, confidence: float = 0.95) -> Estimate:
+        return tpr_at(self.scores[self.members], self.scores[~self.members], fpr, confidence)
 
     @property
     def advantage(self) -> Estimate:
@@ -108,11 +108,15 @@ class MembershipScores:
         a = self.advantage
         return Estimate((1 + a.value) / 2, (1 + a.low) / 2, (1 + a.high) / 2, a.note)
 
-    def _advantage(self, guessed: np.ndarray) -> Estimate:
+    def advantage_at(self, confidence: float) -> Estimate:
+        return self._advantage(self._guess(), confidence)
+
+    def _advantage(self, guessed: np.ndarray, confidence: float = 0.95) -> Estimate:
         hits, false_alarms = int(guessed[self.members].sum()), int(guessed[~self.members].sum())
         # Folds share what they learn from, and the direction is learnt too: without a leak a nominal 95 % covers
         # 0 in about 86 % of draws only, 99 % in 96 %.
-        return rate_difference(hits, int(self.members.sum()), false_alarms, int((~self.members).sum()), 0.99)
+        nominal = 1 - (1 - confidence) / 5
+        return rate_difference(hits, int(self.members.sum()), false_alarms, int((~self.members).sum()), nominal)
 
     def _guess(self, per_class: bool = False) -> np.ndarray:
         """Member or not, for each sample, by direction and thresholds from the other folds. (n,) bool"""

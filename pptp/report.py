@@ -9,16 +9,19 @@ import numpy as np
 from markupsafe import Markup
 
 from . import plots
-from .evaluate import MembershipScores
+from .evaluate import Evaluation, leak_difference
 from .intervals import Estimate
 from .models import atomically
+from .results import in_words, load_evaluation
 from .runs import UNDEFENDED, Run, read_json, write_json
 from .stages import SCRATCH
 
 ROC_ATTACK = "confidence"
+SHOWN = 8  # images of exposed samples
 
 
-def write_report(run: Run) -> Path:
+def write_report(run: Run, images: bool = True) -> Path:
+    """images: show the most exposed members as they are, which puts training data into the page."""
     facts = gather(run)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -27,7 +30,9 @@ def write_report(run: Run) -> Path:
         undefined=jinja2.StrictUndefined,
     )
     html = environment.get_template("report.html").render(
-        **facts, figures={name: Markup(svg) for name, svg in _figures(run, facts).items()}
+        **facts,
+        figures={name: Markup(svg) for name, svg in _figures(run, facts).items()},
+        pictures={name: _pictures(run, found) for name, found in facts["evaluations"].items()} if images else {},
     )
     target = run.path / "report.html"
     write_json(run.path / "report.json", facts)
@@ -44,6 +49,7 @@ def gather(run: Run) -> dict:
     retrained = {p.parent.name: read_json(p, "") for p in sorted((run.path / "retrain").glob("*/defense.json"))}
     retrained = {name: plan for name, plan in retrained.items() if "result" in plan}
     evaluations, missing = run.evaluations()
+    loaded = {name: load_evaluation(run, name) for name in evaluations}
     return {
         "experiment": run.experiment.to_dict(),
         "data_name": _data_name(run),
@@ -55,10 +61,11 @@ def gather(run: Run) -> dict:
         "retrained": retrained,
         "evaluations": evaluations,
         "attack_count": max((len(e["attacks"]) for e in evaluations.values()), default=0),
-        "headline": _headline(risk, retrained, evaluations),
+        "headline": _headline(risk, retrained, evaluations, loaded),
         "steps": _steps(run, sizes, risk, retrained),
         "costs": _costs(run, risk, retrained, evaluations),
-        "caveats": _caveats(run, retrained, missing),
+        "caveats": _caveats(run, retrained, missing, loaded),
+        "audit": read_json(run.path / "audit.json", "") if (run.path / "audit.json").exists() else {},
         "versions": record["versions"],
     }
 
@@ -83,7 +90,7 @@ def activity(result: dict) -> str:
     return f"the defense was active in {result['active']:.1%} of steps"
 
 
-def _headline(risk, retrained, evaluations) -> list[str]:
+def _headline(risk, retrained, evaluations, loaded) -> list[str]:
     lines = []
     if risk:
         lines.append(_where(risk))
@@ -94,22 +101,41 @@ def _headline(risk, retrained, evaluations) -> list[str]:
         )
         for name, found in evaluations.items():
             if name != UNDEFENDED:
-                lines.append(f"{name}: {_compared_with_all(name, found, base, retrained, evaluations)}.")
+                lines.append(f"{name}: {_compared_with_all(name, found, retrained, loaded)}.")
     return lines or ["Nothing was evaluated yet: run pptp localize, retrain and evaluate."]
 
 
-def _compared_with_all(name: str, found: dict, base: dict, retrained: dict, evaluations: dict) -> str:
+def _compared_with_all(name: str, found: dict, retrained: dict, loaded: dict[str, Evaluation]) -> str:
     """Against the undefended model, and against the control of the same cut: only that tells what the defense did."""
     text = f"test accuracy {_show(found['test_accuracy'])}, strongest attack AUC {_show(found['strongest']['auc'])}; "
-    text += f"against undefended {_compared(found, base)}"
+    text += f"against undefended {in_words(leak_difference(loaded[name], loaded[UNDEFENDED]))}"
     plan = retrained.get(name, {})
     if plan.get("defense") in (None, "plain"):
         return text
     for other, its in retrained.items():
         same = all(its[key] == plan[key] for key in ("cut", "rewind", "recipe"))
-        if its["defense"] == "plain" and same and other in evaluations:
-            text += f"; against its control {_compared(found, evaluations[other])}"
+        if its["defense"] == "plain" and same and other in loaded:
+            text += f"; against its control {in_words(leak_difference(loaded[name], loaded[other]))}"
     return text + ("; the defense was never active" if plan["result"].get("active") == 0 else "")
+
+
+def _pictures(run: Run, found: dict) -> list[tuple[str, dict]]:
+    """(PNG as a data URI, what is known of it) of the most exposed members."""
+    samples = found["exposure"]["samples"][:SHOWN]
+    return [(_png(run.splits.pool[sample["id"]][0]), sample) for sample in samples]
+
+
+def _png(x) -> str:
+    """An image as it was fed to the model, stretched to its own range."""
+    import base64
+    import io
+
+    from torchvision.transforms.functional import to_pil_image
+
+    buffer = io.BytesIO()
+    x = (x - x.min()) / (x.max() - x.min()).clamp(min=1e-6)
+    to_pil_image(x).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def _where(risk: dict) -> str:
@@ -123,16 +149,6 @@ def _where(risk: dict) -> str:
         f"Localisation: by feature distance the cut is {risk['cut']} ({verdict[risk['cut']]}), from which on no stage is safe; "
         f"the stricter gate {stricter}."
     )
-
-
-def _compared(found: dict, base: dict) -> str:
-    """In words, by intervals of |AUC - 1/2|: leak against the undefended model's."""
-    new, old = (Estimate(**which["strongest"]["auc"]).effect for which in (found, base))
-    if new[1] < old[0]:
-        return "it leaks less, the intervals do not overlap"
-    if new[0] > old[1]:
-        return "it leaks more, the intervals do not overlap"
-    return "no clear difference in leakage, the intervals overlap"
 
 
 def _steps(run: Run, sizes, risk, retrained) -> list[str]:
@@ -176,9 +192,9 @@ def _costs(run: Run, risk, retrained, evaluations) -> list[tuple[str, dict]]:
     return rows + [(f"evaluate {name}", found["cost"]) for name, found in evaluations.items()]
 
 
-def _caveats(run: Run, retrained, missing) -> list[str]:
+def _caveats(run: Run, retrained, missing, loaded: dict[str, Evaluation]) -> list[str]:
     lines = [
-        "Score attacks on a single model are the weakest kind: an attacker who trains reference models finds more. Low numbers here are no proof of privacy.",
+        *_about_references(loaded),
         "Intervals cover the choice of images, not of seeds, splits or training runs: one run of each model was made.",
         "Frozen layers were trained on the same members without protection: a white-box attacker who reads weights or features may find what the outputs hide.",
     ]
@@ -210,6 +226,18 @@ def _caveats(run: Run, retrained, missing) -> list[str]:
     return lines
 
 
+def _about_references(loaded: dict[str, Evaluation]) -> list[str]:
+    with_many = {name: found.references for name, found in loaded.items() if "reference models" in found.references}
+    lines = [f"{name} was attacked with {source}." for name, source in with_many.items()]
+    weak = [name for name in loaded if name not in with_many]
+    if weak or not loaded:
+        lines.append(
+            f"{', '.join(weak) or 'No model'}: attacked without an ensemble. Score attacks on a single model are the weakest kind: an attacker who trains "
+            "reference models finds more (pptp ensemble). Low numbers here are no proof of privacy."
+        )
+    return lines
+
+
 def _figures(run: Run, facts: dict) -> dict[str, str]:
     figures = {}
     if facts["risk"]:
@@ -231,8 +259,8 @@ def _roc(run: Run, facts: dict) -> str:
     common = set.intersection(*(set(found["attacks"]) for found in facts["evaluations"].values()))
     if not common:
         return ""
-    shown = ROC_ATTACK if ROC_ATTACK in common else sorted(common)[0]
+    preferred = [attack for attack in ("lira", "rmia", ROC_ATTACK) if attack in common]
+    shown = preferred[0] if preferred else sorted(common)[0]
     for name in facts["evaluations"]:
-        with np.load(run.path / "evaluate" / name / "scores.npz") as scores:
-            curves[name] = MembershipScores(scores[f"score/{shown}"], scores["members"]).roc()
+        curves[name] = load_evaluation(run, name).attacks[shown].roc()
     return plots.roc(curves, shown, 1 / facts["sizes"]["nonmembers"])

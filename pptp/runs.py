@@ -3,6 +3,7 @@
     run.json splits.npz full/{init,last}.safetensors half/last.safetensors */history.jsonl      pptp train
     risk.json distances.npz                                                                     pptp localize
     retrain/<name>/{defense.json,last.safetensors,history.jsonl}                                pptp retrain
+    ensembles/<name>/{ensemble.json,<key>/outputs.npz}                                          pptp ensemble
     evaluate/<name>/{evaluation.json,scores.npz}                                                pptp evaluate
     report.html report.json                                                                     pptp report
 
@@ -30,7 +31,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from . import models, sources, splits
+from . import canaries, models, sources, splits
 from .config import Experiment
 from .errors import UserError
 from .plugins import build
@@ -92,6 +93,9 @@ class Run:
             "classes": run.splits.classes,
         }
         write_npz(path / "splits.npz", run.splits.indices)
+        if experiment.parts.canaries:
+            drawn = canaries.draw(run._pool[1], experiment.parts.canaries, experiment.recipe.seed)
+            write_npz(path / "canaries.npz", {"ids": drawn.ids, "included": drawn.included})
         write_json(path / "run.json", record)  # last, since it says that this is a run
         return run
 
@@ -120,7 +124,20 @@ class Run:
     @cached_property
     def _pool(self):
         mean, std = self._normalisation
-        return sources.load(self.experiment.source, mean, std)
+        pool, may_be_member = sources.load(self.experiment.source, mean, std)
+        parts, seed = self.experiment.parts, self.experiment.recipe.seed
+        if parts.canaries:
+            drawn = canaries.draw(may_be_member, parts.canaries, seed)
+            pool = canaries.Planted(pool, drawn.ids, parts.canary_kind, seed)
+        return pool, may_be_member
+
+    def canaries(self) -> canaries.Canaries | None:
+        """Who they are and which were trained on; None if there are none."""
+        path = self.path / "canaries.npz"
+        if not path.exists():
+            return None
+        with np.load(path) as saved:
+            return canaries.Canaries(saved["ids"], saved["included"])
 
     @cached_property
     def _normalisation(self):
@@ -157,6 +174,9 @@ class Run:
         if e.splits_file:
             return splits.from_file(pool, e.splits_file, e.recipe.seed)
         p = e.parts
+        if p.canaries:
+            drawn = canaries.draw(may_be_member, p.canaries, e.recipe.seed)
+            return canaries.split_around(pool, drawn, p, e.recipe.seed, may_be_member)
         return splits.split(pool, p.members, p.reference, p.nonmembers, p.test, e.recipe.seed, may_be_member)
 
     def splits_digest(self) -> str:
@@ -165,10 +185,11 @@ class Run:
 
     # --- models ----------------------------------------------------------------------------------
 
-    def fresh_model(self) -> nn.Module:
-        """The model with its initial weights."""
+    def fresh_model(self, seed: int | None = None) -> nn.Module:
+        """The model with its initial weights; with those of another seed for reference models."""
+        options = self._model_options if seed is None else {**self._model_options, "seed": seed}
         return models.create(
-            self.experiment.model, self.splits.classes, pretrained=self.experiment.pretrained, **self._model_options
+            self.experiment.model, self.splits.classes, pretrained=self.experiment.pretrained, **options
         )
 
     def folder(self, name: str) -> Path:
@@ -272,9 +293,18 @@ def differences(old: Mapping, new: Mapping) -> list[str]:
 
 def _clear(path: Path) -> None:
     """Remove what pptp made in a run directory, and nothing else."""
-    for name in ("full", "half", "retrain", "evaluate"):
+    for name in ("full", "half", "retrain", "evaluate", "ensembles"):
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in ("run.json", "splits.npz", "risk.json", "distances.npz", "report.html", "report.json"):
+    for name in (
+        "run.json",
+        "splits.npz",
+        "risk.json",
+        "distances.npz",
+        "report.html",
+        "report.json",
+        "canaries.npz",
+        "audit.json",
+    ):
         (path / name).unlink(missing_ok=True)
 
 

@@ -1,0 +1,288 @@
+"""What `pptp evaluate`, `ensemble`, `audit` and `attack` do: load, call the library, save. No logic of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .audit import canary_bound, threshold_bound
+from .data import Part
+from .ensemble import Job, record_ensemble, references_for, train_all, train_reference
+from .errors import UserError
+from .evaluate import Evaluation, applicable, default_attacks, evaluate, run_attacks
+from .gate import Rule, fails, judge, junit
+from .intervals import proportion
+from .measures import Effort
+from .models import atomically
+from .outputs import read_outputs
+from .plugins import code_of, find, registry
+from .results import against, exposure, in_words, load_evaluation, read_slices, save_evaluation
+from .runs import UNDEFENDED, Run, measured, read_json, write_json
+from .signals import collect, needs_of
+
+ATTACK_CAVEAT = (
+    "Score attacks on one model understate what an attacker with reference models can do: see pptp ensemble."
+)
+GROUPS = {
+    "scores": lambda need: not (need.outside or need.augmented or need.measured),
+    "references": lambda need: bool(need.outside),
+    "label_only": lambda need: need.augmented or need.measured == "boundary",
+    "white_box": lambda need: need.measured in ("gradient", "feature"),
+    "all": lambda need: True,
+}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What to do with the results besides printing them."""
+
+    fail_if: Sequence[str] = ()
+    fail_undecided: bool = False
+    json: str = ""
+    junit: str = ""
+
+
+OPEN, USUAL = Gate(), Effort()
+
+
+def chosen_attacks(names: Sequence[str]) -> dict:
+    """Attacks by name, by group (scores, references, label_only, white_box, all) or as module:function; all that are cheap by default."""
+    if not names:
+        return default_attacks()
+    found = {}
+    for name in names:
+        if name in GROUPS:
+            found |= {n: a for n, a in registry("attacks").items() if GROUPS[name](needs_of(a))}
+        else:
+            found[name] = find("attacks", name)
+    return found
+
+
+def attacked(run: Run) -> tuple[Part, Part]:
+    """The members and non-members that attacks are asked about: canaries, which are odd on purpose, are not among them."""
+    ids = run.splits.members.indices
+    canaries = run.canaries()
+    if canaries is not None:
+        ids = np.setdiff1d(ids, canaries.ids)
+    return Part(run.splits.pool, ids, "members"), run.splits.nonmembers
+
+
+def evaluate_run(
+    path: str,
+    attack_names: Sequence[str] = (),
+    fresh: bool = False,
+    gate: Gate = OPEN,
+    effort: Effort = USUAL,
+    slices: str = "",
+) -> bool:
+    """`pptp evaluate`: every model of the run, side by side on the same samples. False if the gate is shut."""
+    run = Run.open(path)
+    attacks, rules = chosen_attacks(attack_names), [Rule.parse(text) for text in gate.fail_if]
+    groups = read_slices(slices) if slices else {}
+    asked = {
+        "attacks": {name: code_of(attack) for name, attack in attacks.items()},
+        "effort": {"queries": effort.queries, "budget": effort.budget},
+        "slices": {name: len(ids) for name, ids in groups.items()},
+    }
+    values = {name: _evaluate_one(run, name, attacks, asked, effort, groups, fresh) for name in run.trained_names()}
+    evaluations = {name: load_evaluation(run, name) for name in values}
+    print(table(evaluations))
+    return _gated(rules, evaluations, gate, values)
+
+
+def _evaluate_one(run: Run, name: str, attacks, asked: dict, effort: Effort, slices: dict, fresh: bool) -> dict:
+    target = run.path / "evaluate" / name / "evaluation.json"
+    wants_references = any(needs_of(attack).outside for attack in attacks.values())
+    references = references_for(run, name) if wants_references else None
+    key = {
+        "weights": run.weights_digest(name),
+        "splits": run.splits_digest(),
+        **asked,
+        "references": references.source if references else "",
+    }
+    if target.exists() and not fresh:
+        there = read_json(target, "")
+        if there.get("key") == key:
+            return there
+    cost: dict[str, float] = {}
+    members, nonmembers = attacked(run)
+    with measured(cost):
+        model = run.model(name)
+        found = evaluate(
+            {name: model},
+            members,
+            nonmembers,
+            run.splits.test,
+            attacks,
+            references=references,
+            effort=effort,
+            parts=run.parts(model),
+        )[name]
+    ids = np.concatenate([members.indices, nonmembers.indices])
+    more = {"key": key, "cost": cost, "exposure": exposure(found, ids, slices)}
+    return save_evaluation(run, name, found, ids, more)
+
+
+def table(evaluations: dict[str, Evaluation]) -> str:
+    """Utility and leakage of every model, one line each, and how each compares with the undefended one."""
+    width = max(len(name) for name in evaluations) + 2
+    lines = [
+        f"{'model':<{width}}{'train accuracy':<22}{'test accuracy':<22}{'AUC of strongest attack':<42}{'its TPR at 1 % FPR':<30}"
+    ]
+    for name, found in evaluations.items():
+        attack, auc = found.strongest
+        tpr = found.attacks[attack].tpr_at(0.01)
+        lines.append(
+            f"{name:<{width}}{found.train_accuracy!s:<22}{found.test_accuracy!s:<22}{f'{auc} {attack}':<42}{tpr}"
+        )
+    lines += [f"{name} against {UNDEFENDED}: {in_words(d)}" for name, d in against(evaluations).items()]
+    return "\n".join(lines + _footnotes(evaluations))
+
+
+def _footnotes(evaluations: dict[str, Evaluation]) -> list[str]:
+    first = next(iter(evaluations.values()))
+    widest = max(first.attacks.values(), key=lambda scores: len(scores.rows))
+    members = int(widest.members.sum())
+    lines = [
+        f"{members} members, {len(widest.members) - members} non-members; 95 % intervals over samples, corrected for taking the "
+        f"strongest of {len(first.attacks)} attacks."
+    ]
+    for source in dict.fromkeys(found.references for found in evaluations.values() if found.references):
+        names = ", ".join(name for name, found in evaluations.items() if found.references == source)
+        lines.append(f"{names}: attacked with {source}.")
+    skipped = {attack: why for found in evaluations.values() for attack, why in found.skipped.items()}
+    if skipped:
+        lines.append("Not run: " + "; ".join(f"{attack} ({why})" for attack, why in skipped.items()) + ".")
+    if not any("reference models" in found.references for found in evaluations.values()):
+        lines.append(ATTACK_CAVEAT)
+    return lines
+
+
+def _gated(rules: Sequence[Rule], evaluations: dict[str, Evaluation], gate: Gate, values: dict) -> bool:
+    """Judge, print, write; whether everything may pass."""
+    scores = {name: found.attacks for name, found in evaluations.items()}
+    utility = {
+        name: {"test_accuracy": found.test_accuracy, "train_accuracy": found.train_accuracy}
+        for name, found in evaluations.items()
+    }
+    verdicts = judge(rules, scores, utility)
+    for verdict in verdicts:
+        print(verdict)
+    if gate.json:
+        write_json(Path(gate.json), {"models": values, "verdicts": [verdict.to_dict() for verdict in verdicts]})
+    if gate.junit:
+        text = junit(verdicts, gate.fail_undecided)
+        atomically(gate.junit, lambda temporary: temporary.write_text(text))
+    return not any(fails(verdict, gate.fail_undecided) for verdict in verdicts)
+
+
+# --- reference models ----------------------------------------------------------------------------
+
+
+def ensemble_run(
+    path: str,
+    models: int = 16,
+    procedure: str = "plain",
+    queries: int = 0,
+    epochs: Sequence[int] = (),
+    own_cut: bool = False,
+    processes: int = 1,
+    only: int | None = None,
+    seed: int = 0,
+) -> None:
+    """`pptp ensemble`: train reference models by the procedure of the target; `only` trains one, for a cluster's array job."""
+    run = Run.open(path)
+    procedure = UNDEFENDED if procedure == "plain" else procedure
+    if procedure not in run.trained_names():
+        raise UserError(f"no model called {procedure!r} in {path}: it has {', '.join(run.trained_names())}")
+    if models < 2 or models % 2 or queries < 0 or processes < 1:
+        raise UserError(
+            f"models is {models}, queries {queries}, processes {processes}: models must be even and at least 2, queries 0 or above, processes at least 1"
+        )
+    if only is not None and not 0 <= only < models:
+        raise UserError(f"only is {only}: it must be one of 0 to {models - 1}")
+    jobs = [Job(str(path), procedure, index, seed, queries, tuple(epochs), own_cut) for index in range(models)]
+    last = (jobs[0].plan(run) or {"recipe": asdict(run.experiment.recipe)})["recipe"]["epochs"]
+    if not all(1 <= epoch <= last for epoch in epochs):
+        raise UserError(
+            f"record_epochs is {','.join(map(str, epochs))}: the training that is recorded has epochs 1 to {last}"
+        )
+    if run.experiment.full_checkpoint:
+        print(
+            "the target was trained elsewhere: reference models follow this run's recipe, which may not be its procedure"
+        )
+    record_ensemble(jobs, run)
+    if only is not None:
+        train_reference(asdict(jobs[only]), jobs[only].folder(run))
+    else:
+        train_all(jobs, processes)
+
+
+# --- audit ---------------------------------------------------------------------------------------
+
+
+def audit_run(path: str, delta: float | None = None, attack: str = "confidence") -> dict[str, dict]:
+    """`pptp audit`: lower bounds on epsilon for every model, beside what its defense claims."""
+    run = Run.open(path)
+    results = {}
+    for name in run.trained_names():
+        claim = _claim(run, name)
+        at = delta if delta is not None else claim.get("delta", 0.0)
+        members, nonmembers = attacked(run)
+        found = evaluate({name: run.model(name)}, members, nonmembers, None, {attack: find("attacks", attack)})[name]
+        scores = found.attacks[attack]
+        bounds = [threshold_bound(scores.scores, scores.members, at)]
+        canaries = run.canaries()
+        if canaries is not None:
+            said = collect(run.model(name), Part(run.splits.pool, canaries.ids, "canaries")).log_true.numpy()
+            bounds.append(canary_bound(said, canaries.included, at))
+        results[name] = {"claim": claim, "bounds": [bound.to_dict() for bound in bounds]}
+        print(f"{name}: {claim.get('scope', 'claims no differential privacy')}")
+        for bound in bounds:
+            print(f"{name}: {bound}{_refuted(bound.epsilon, claim)}")
+    write_json(run.path / "audit.json", results)
+    if run.canaries() is None:
+        print(
+            "Bounds from ordinary samples take them as independent; train with --canaries N for the one-run audit, which need not."
+        )
+    return results
+
+
+def _claim(run: Run, name: str) -> dict:
+    record = run.folder(name) / "defense.json"
+    result = read_json(record, "").get("result", {}) if record.exists() else {}
+    return {key: result[key] for key in ("epsilon", "delta", "scope") if key in result}
+
+
+def _refuted(found: float, claim: dict) -> str:
+    if "epsilon" not in claim:
+        return ""
+    return ": ABOVE what is claimed" if found > claim["epsilon"] else f", within the claimed {claim['epsilon']:.3g}"
+
+
+# --- outputs from elsewhere ----------------------------------------------------------------------
+
+
+def attack_outputs(path: str, attack_names: Sequence[str] = (), gate: Gate = OPEN) -> bool:
+    """`pptp attack`: attack arrays of outputs. False if the gate is shut."""
+    rules = [Rule.parse(text) for text in gate.fail_if]
+    signals, members = read_outputs(path)
+    usable, skipped = applicable(chosen_attacks(attack_names), signals, members)
+    if attack_names and skipped:
+        raise UserError(f"{path} lacks what was asked for: " + "; ".join(f"{a} {why}" for a, why in skipped.items()))
+    right = (signals.logits.argmax(1) == signals.labels).numpy()
+    accuracy = [proportion(int(right[rows].sum()), int(rows.sum())) for rows in (members, ~members)]
+    source = (
+        f"{len(signals.reference_logits)} reference models from the file"
+        if signals.reference_logits is not None
+        else ""
+    )
+    name = Path(path).stem
+    found = Evaluation(*accuracy, run_attacks(usable, signals, members), skipped, source)
+    print(table({name: found}))
+    print("Test accuracy is that on the non-members.")
+    value = {**found.to_dict(), "exposure": exposure(found, np.arange(len(members)), {})}
+    return _gated(rules, {name: found}, gate, {name: value})

@@ -1,0 +1,260 @@
+"""Reference models: trained as the target was, on random halves of the attacked samples, each its own resumable job.
+
+Models come in pairs, the second trained on what the first was not: every sample is in exactly half of any even number of models,
+all are trained on equally many, and more models can be added without touching those that are there. Which samples a reference
+model was trained on is drawn independently of who is a member of the target, so knowing it tells an attack nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .data import Part
+from .errors import UserError
+from .localize import localize
+from .measures import References, augmented
+from .procedures import train_base, train_like
+from .runs import UNDEFENDED, Run, differences, read_json, write_json, write_npz
+from .signals import collect
+from .splits import TrainingData
+from .training import Monitor
+
+TRIES = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """One reference model: with the run it belongs to, all that decides what comes out."""
+
+    run: str
+    procedure: str = UNDEFENDED  # or the name of a retraining of the run, to be repeated whole
+    index: int = 0
+    seed: int = 0
+    queries: int = 0  # augmented views of every sample to record as well
+    epochs: tuple[int, ...] = ()  # epochs after which to record outputs too
+    own_cut: bool = False  # localise anew instead of taking the cut of the retraining
+
+    def plan(self, run: Run) -> dict | None:
+        """What the retraining of that name did; None for the undefended procedure."""
+        if self.procedure == UNDEFENDED:
+            return None
+        record = read_json(
+            run.folder(self.procedure) / "defense.json", f"pptp retrain {run.path} --name {self.procedure} ..."
+        )
+        return {key: record[key] for key in ("defense", "set", "cut", "rewind", "recipe")}
+
+    def key(self, run: Run) -> str:
+        """Hash of everything that makes the model: not of where it is, nor of how many processes made it."""
+        made = run.experiment.to_dict()
+        for name in ("keep_epochs", "half_checkpoint", "full_checkpoint"):
+            made.pop(name)
+        for recipe in (made["recipe"], (self.plan(run) or {}).get("recipe", {})):
+            for name in ("workers", "device"):
+                recipe.pop(name, None)
+        own = {name: value for name, value in asdict(self).items() if name != "run"}
+        record = read_json(run.path / "run.json", "")
+        what = [made, self.plan(run), own, record["data"], run.splits_digest()]
+        return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def folder(self, run: Run) -> Path:
+        return home(run, self.procedure) / self.key(run)
+
+
+def home(run: Run, procedure: str) -> Path:
+    return run.path / "ensembles" / procedure
+
+
+def half_mask(index: int, samples: int, seed: int) -> np.ndarray:
+    """(samples,) bool: a random half for an even index, the other half for the odd one after it."""
+    order = np.random.default_rng((seed, index // 2)).permutation(samples)
+    first = np.zeros(samples, dtype=bool)
+    first[order[: samples // 2]] = True
+    return first if index % 2 == 0 else ~first
+
+
+def attacked_ids(run: Run) -> np.ndarray:
+    """The samples that attacks are asked about, members and not: reference models are trained on halves of these."""
+    s, canaries = run.splits, run.canaries()
+    ids = np.sort(np.concatenate([s.members.indices, s.nonmembers.indices]))
+    return ids if canaries is None else np.setdiff1d(ids, canaries.ids)
+
+
+class RecordOutputs(Monitor):
+    """Save what the model says of every sample after some epochs."""
+
+    def __init__(self, data, folder: Path, epochs: Sequence[int], workers: int):
+        self.data, self.folder, self.epochs, self.workers = data, folder, epochs, workers
+
+    def after_epoch(self, model, epoch):
+        if epoch + 1 in self.epochs:
+            said = collect(model, self.data, workers=self.workers).logits
+            write_npz(self.folder / f"outputs_{epoch + 1}.npz", {"logits": said.numpy()})
+        return {}
+
+
+def train_reference(config: Mapping, folder: str | Path) -> Path:
+    """The whole job, from a plain dict and a folder: train, ask about every sample, write outputs.npz. Resumes; done is done."""
+    job = Job(**{**config, "epochs": tuple(config["epochs"])})
+    folder = Path(folder)
+    target = folder / "outputs.npz"
+    if target.exists():
+        return target
+    run = Run.open(job.run)
+    ids = attacked_ids(run)
+    mine = ids[half_mask(job.index, len(ids), job.seed)]
+    seed = run.experiment.recipe.seed + 7919 * (job.index + 1)
+    model = run.fresh_model(seed)
+    data = TrainingData(Part(run.splits.pool, mine, f"reference {job.index}"), run.splits.reference)
+    workers = run.experiment.recipe.workers
+    recording = [RecordOutputs(run.splits.pool, folder, job.epochs, workers)] if job.epochs else []
+    choose = _own_cut(run, mine, folder, seed) if job.own_cut and job.plan(run) else None
+    cut = train_like(run.experiment, job.plan(run), model, run.parts(model), data, folder, seed, recording, choose)
+    said = {"logits": collect(model, run.splits.pool, workers=workers).logits.numpy()}
+    if job.queries:
+        said["augmented"] = augmented(model, run.splits.pool, job.queries, workers=workers).numpy()
+    members = np.isin(np.arange(len(run.splits.pool)), mine)
+    write_json(folder / "job.json", {**asdict(job), "cut": cut, "members": len(mine)})
+    write_npz(target, {**said, "members": members})
+    for left in (*folder.glob("*.pt"), *folder.glob("*.safetensors")):
+        left.unlink()
+    return target
+
+
+def _own_cut(run: Run, mine: np.ndarray, folder: Path, seed: int) -> Callable:
+    """Localisation as `pptp localize` does it, within the reference model's own samples."""
+    rng = np.random.default_rng(seed)
+    first = np.isin(np.arange(len(mine)), rng.permutation(len(mine))[: len(mine) // 2])
+    h1, h2 = (Part(run.splits.pool, mine[rows], name) for rows, name in ((first, "h1"), (~first, "h2")))
+
+    def choose(full, initial) -> str:
+        half = run.fresh_model(seed)
+        half.load_state_dict(initial)
+        recipe = replace(run.experiment.recipe, seed=seed)
+        data = TrainingData(h1, run.splits.reference)
+        train_base(run.experiment, half, data, recipe, (), folder / "half.pt", "reference half")
+        delta = run.risk()["settings"]["delta"] if (run.path / "risk.json").exists() else 0.05
+        return localize(full, half, h1, h2, delta=delta, probes=False, parts=run.parts(full)).cut
+
+    return choose
+
+
+# --- many of them --------------------------------------------------------------------------------
+
+
+def train_all(jobs: Sequence[Job], processes: int = 1, say: Callable[[str], None] = print) -> None:
+    """Every job that is not done, one after the other or in processes of their own; what a dying process left undone is tried again."""
+    run = Run.open(jobs[0].run)
+    work = {job.index: (asdict(job), job.folder(run)) for job in jobs}
+    waiting = [index for index, (_, folder) in work.items() if not (folder / "outputs.npz").exists()]
+    say(f"{len(work) - len(waiting)} of {len(work)} reference models are there, {len(waiting)} to train")
+    if processes == 1 or len(waiting) < 2:
+        for index in waiting:
+            train_reference(*work[index])
+            say(f"reference {index}: done")
+        return
+    for attempt in range(TRIES):
+        try:
+            _in_processes({index: work[index] for index in waiting}, processes, say)
+        except BrokenProcessPool as error:
+            if attempt == TRIES - 1:
+                raise UserError(
+                    f"a process that trained a reference model died {TRIES} times, perhaps for want of memory: use fewer --processes"
+                ) from error
+        waiting = [index for index in waiting if not (work[index][1] / "outputs.npz").exists()]
+        if not waiting:
+            return
+
+
+def _in_processes(work: Mapping[int, tuple], processes: int, say) -> None:
+    threads = max(1, torch.get_num_threads() // processes)
+    with ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,)
+    ) as pool:
+        futures = {pool.submit(train_reference, *config): index for index, config in work.items()}
+        for future in as_completed(futures):
+            future.result()
+            say(f"reference {futures[future]}: done")
+
+
+def record_ensemble(jobs: Sequence[Job], run: Run) -> None:
+    """ensemble.json: which jobs belong together; never fewer than before."""
+    path = home(run, jobs[0].procedure) / "ensemble.json"
+    template = {name: value for name, value in asdict(jobs[0]).items() if name not in ("run", "index")}
+    models = len(jobs)
+    if path.exists():
+        there = read_json(path, "")
+        if not differences(there["job"], template):
+            models = max(models, there["models"])
+    write_json(path, {"job": template, "models": models})
+
+
+def ready_jobs(run: Run, procedure: str) -> list[Job]:
+    """Jobs of the recorded ensemble whose outputs are there, for the models and data as they are now."""
+    path = home(run, procedure) / "ensemble.json"
+    if not path.exists():
+        return []
+    record = read_json(path, "")
+    settings = {**record["job"], "epochs": tuple(record["job"]["epochs"])}
+    jobs = [Job(run=str(run.path), index=index, **settings) for index in range(record["models"])]
+    done = [job for job in jobs if (job.folder(run) / "outputs.npz").exists()]
+    pairs = {job.index // 2 for job in done}
+    whole = {pair for pair in pairs if sum(job.index // 2 == pair for job in done) == 2}
+    return [job for job in done if job.index // 2 in whole]  # a lone half would unbalance the mask
+
+
+def load_references(run: Run, procedure: str) -> References | None:
+    """Outputs of an ensemble as attacks take them; None if there is none."""
+    jobs = ready_jobs(run, procedure)
+    if not jobs:
+        return None
+    logits, members, views = [], [], []
+    for job in jobs:
+        with np.load(job.folder(run) / "outputs.npz") as saved:
+            logits.append(torch.from_numpy(saved["logits"]))
+            members.append(torch.from_numpy(saved["members"]))
+            views += [torch.from_numpy(saved["augmented"])] if "augmented" in saved else []
+    size, target = int(members[0].sum()), len(run.splits.members)
+    like = (
+        "without a defense"
+        if procedure == UNDEFENDED
+        else f"like {procedure}, each with a trunk{' and cut' * jobs[0].own_cut} of its own"
+    )
+    source = f"{len(jobs)} reference models trained {like}, on {size} samples each (the target on {target})"
+    return References(
+        np.arange(logits[0].shape[0]),
+        torch.stack(logits),
+        torch.stack(members),
+        torch.stack(views) if len(views) == len(jobs) else None,
+        source,
+    )
+
+
+def references_for(run: Run, name: str) -> References:
+    """The best there is for attacking model `name`: its own procedure, the undefended one, or the half model of localisation."""
+    own = load_references(run, name)
+    if own is not None:
+        return own
+    plain = load_references(run, UNDEFENDED) if name != UNDEFENDED else None
+    if plain is not None:
+        return replace(
+            plain, source=f"{plain.source}: not by the target's procedure, so an attacker who knows it may find more"
+        )
+    return half_as_reference(run)
+
+
+def half_as_reference(run: Run) -> References:
+    """M_h1, for which h1 is IN: attacks use it for the samples that it was not trained on, and leave out h1."""
+    said = collect(run.model("half"), run.splits.pool, workers=run.experiment.recipe.workers).logits
+    members = torch.from_numpy(np.isin(np.arange(len(run.splits.pool)), run.splits.h1.indices))
+    source = "one reference model, the half model of localisation, on the samples that it was not trained on"
+    return References(np.arange(len(said)), said[None], members[None], None, source)
