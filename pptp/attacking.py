@@ -154,8 +154,8 @@ def _footnotes(evaluations: dict[str, Evaluation]) -> list[str]:
         names = ", ".join(name for name, found in evaluations.items() if found.references == source)
         lines.append(f"{names}: attacked with {source}.")
     skipped = {attack: why for found in evaluations.values() for attack, why in found.skipped.items()}
-    if skipped:
-        lines.append("Not run: " + "; ".join(f"{attack} ({why})" for attack, why in skipped.items()) + ".")
+    for why in dict.fromkeys(skipped.values()):
+        lines.append(f"Not run: {', '.join(attack for attack in skipped if skipped[attack] == why)} ({why}).")
     if not any("reference models" in found.references for found in evaluations.values()):
         lines.append(ATTACK_CAVEAT)
     return lines
@@ -185,7 +185,7 @@ def _gated(rules: Sequence[Rule], evaluations: dict[str, Evaluation], gate: Gate
 def ensemble_run(
     path: str,
     models: int = 16,
-    procedure: str = "plain",
+    procedure: str = UNDEFENDED,
     queries: int = 0,
     epochs: Sequence[int] = (),
     own_cut: bool = False,
@@ -195,7 +195,8 @@ def ensemble_run(
 ) -> None:
     """`pptp ensemble`: train reference models by the procedure of the target; `only` trains one, for a cluster's array job."""
     run = Run.open(path)
-    procedure = UNDEFENDED if procedure == "plain" else procedure
+    if procedure == "plain" and procedure not in run.trained_names():  # that of the undefended model, in other words
+        procedure = UNDEFENDED
     if procedure not in run.trained_names():
         raise UserError(f"no model called {procedure!r} in {path}: it has {', '.join(run.trained_names())}")
     if models < 2 or models % 2 or queries < 0 or processes < 1:

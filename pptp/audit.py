@@ -51,35 +51,30 @@ def threshold_bound(
     fold = fold_of(members, 2, seed)
     choose, judge = fold == 0, fold == 1
     threshold, flipped = _best_cut(scores[choose], members[choose], delta, confidence)
-    called = scores[judge] >= threshold
-    epsilon = _epsilon(called, members[judge], flipped, delta, confidence)
-    return Bound(
-        epsilon, delta, confidence, f"threshold chosen on {int(choose.sum())} samples, judged on {int(judge.sum())}"
-    )
+    (epsilon,) = _epsilons(scores[judge], members[judge], np.array([threshold]), flipped, delta, confidence)
+    how = f"threshold chosen on {int(choose.sum())} samples, judged on {int(judge.sum())}"
+    return Bound(float(epsilon), delta, confidence, how)
 
 
-def _epsilon(called: np.ndarray, members: np.ndarray, flipped: bool, delta: float, confidence: float) -> float:
-    m, n = int(members.sum()), int((~members).sum())
-    hits, alarms = int(called[members].sum()), int(called[~members].sum())
-    ratio = (
-        ratio_bound(n - alarms, n, m - hits, m, delta, confidence)
-        if flipped
-        else ratio_bound(hits, m, alarms, n, delta, confidence)
-    )
-    return float(max(0.0, np.log(ratio))) if ratio > 0 else 0.0
+def _epsilons(scores, members, thresholds: np.ndarray, flipped: bool, delta: float, confidence: float) -> np.ndarray:
+    """The bound of each threshold (t,): log (TPR - delta)/FPR, or log (TNR - delta)/FNR if flipped, and 0 at least."""
+    inside, outside = np.sort(scores[members]), np.sort(scores[~members])
+    m, n = len(inside), len(outside)
+    hits, alarms = m - np.searchsorted(inside, thresholds), n - np.searchsorted(outside, thresholds)
+    good, of, bad, out_of = (n - alarms, n, m - hits, m) if flipped else (hits, m, alarms, n)
+    tail = (1 - confidence) / 2
+    with np.errstate(divide="ignore", invalid="ignore"):  # Clopper-Pearson, as in `ratio_bound`
+        low = np.where(good > 0, stats.beta.ppf(tail, good, of - good + 1), 0.0)
+        high = np.where(bad < out_of, stats.beta.ppf(1 - tail, bad + 1, out_of - bad), 1.0)
+        return np.maximum(0.0, np.log(np.maximum(0.0, low - delta) / high))
 
 
 def _best_cut(scores: np.ndarray, members: np.ndarray, delta: float, confidence: float) -> tuple[float, bool]:
-    """The threshold and direction with the largest bound on these samples; at most 200 thresholds are looked at."""
-    candidates = np.unique(scores)
-    candidates = candidates[np.linspace(0, len(candidates) - 1, min(200, len(candidates))).round().astype(int)]
-    found = [
-        (_epsilon(scores >= t, members, flipped, delta, confidence), i, flipped)
-        for i, t in enumerate(candidates)
-        for flipped in (False, True)
-    ]
-    _, at, flipped = max(found, key=lambda row: row[0])
-    return float(candidates[at]), flipped
+    """The threshold and direction with the largest bound on these samples."""
+    thresholds = np.unique(scores)
+    found = np.stack([_epsilons(scores, members, thresholds, flipped, delta, confidence) for flipped in (False, True)])
+    flipped, at = np.unravel_index(found.argmax(), found.shape)
+    return float(thresholds[at]), bool(flipped)
 
 
 # --- one run, with canaries ----------------------------------------------------------------------

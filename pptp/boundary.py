@@ -18,7 +18,7 @@ from .errors import UserError
 BISECTIONS = 8
 NEIGHBOURS = 20
 ROUND = NEIGHBOURS + BISECTIONS + 1  # queries of one round, for each sample
-LEAST = 1 + BISECTIONS + ROUND
+LEAST = 2 + BISECTIONS + ROUND
 
 
 @torch.no_grad()
@@ -45,29 +45,33 @@ def boundary_distances(
 
 
 def _of_batch(model: nn.Module, x: Tensor, y: Tensor, budget: int, generator: torch.Generator) -> Tensor:
-    right = model(x).argmax(1) == y
+    predicted = model(x).argmax(1)
+    right = predicted == y
     distance = torch.zeros(len(x), device=x.device)
     if not right.any():
         return distance
+    start = _start(x, predicted, right, generator)
     x, y = x[right], y[right]
 
     def other_class(points: Tensor) -> Tensor:
         """(k, n) bool for points (k, n, channels, h, w)."""
         return (model(points.flatten(0, 1)).argmax(1) != y.repeat(len(points))).reshape(len(points), -1)
 
-    point, known = _start(other_class, x, generator)
-    point = _bisect(other_class, x, point)
-    for turn in range(1, 1 + (budget - 1 - BISECTIONS) // ROUND):
+    found = other_class(start[None])[0]  # noise may not be
+    point = _bisect(other_class, x, start)
+    for turn in range(1, 1 + (budget - 2 - BISECTIONS) // ROUND):
         point = _step(other_class, x, point, turn, generator)
-    length = _length(point - x)
-    distance[right] = torch.where(known, length, length.max() if known.any() else length.new_tensor(0.0))
+    distance[right] = torch.where(found, _length(point - x), _length(start - x))
     return distance
 
 
-def _start(other_class, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A point of another class for each sample: noise of the inputs' own scale. (n, ...), and whether it is one (n,)."""
-    noise = torch.randn(x.shape, generator=generator).to(x) * x.std() * 4
-    return x + noise, other_class((x + noise)[None])[0]
+def _start(x: Tensor, predicted: Tensor, right: Tensor, generator: torch.Generator) -> Tensor:
+    """For each sample to be moved, the nearest image of the batch that has another class; noise where all have the same."""
+    apart = torch.cdist(x[right].flatten(1), x.flatten(1))  # (n, batch)
+    apart[predicted[right][:, None] == predicted[None]] = float("inf")
+    nearest, at = apart.min(1)
+    noise = x[right] + 4 * x.std() * torch.randn(x[right].shape, generator=generator).to(x)
+    return torch.where(nearest.isfinite().reshape(-1, *[1] * (x.ndim - 1)), x[at], noise)
 
 
 def _length(x: Tensor) -> Tensor:

@@ -121,8 +121,8 @@ def _ensemble_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--models", type=int, default=16, help="how many, an even number; more can be added later (16)")
     sub.add_argument(
         "--procedure",
-        default="plain",
-        help="plain, or the name of a retraining of this run, to be repeated whole by each: the adaptive attacker",
+        default="undefended",
+        help="how: undefended, or as a retraining of this run by its name, trunk and all: the adaptive attacker",
     )
     sub.add_argument("--own-cut", action="store_true", help="each localises for itself, at twice the price")
     sub.add_argument("--queries", type=int, default=0, help="augmented queries of every sample to record (0)")

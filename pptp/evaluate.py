@@ -212,7 +212,7 @@ def expanded(attacks: Mapping[str, Attack], signals: Signals) -> dict[str, Attac
         if need.measured in ("gradient", "feature"):
             for key in need.keys(signals):
                 one = partial(attack, stage=key)
-                one.needs = need
+                one.needs = replace(need, measured="")  # it is there
                 found[f"{name}/{key.partition('/')[2]}"] = one
         else:
             found[name] = attack

@@ -151,7 +151,7 @@ class Needs:
 
     def __str__(self) -> str:
         models = [
-            f"{n} reference models trained {w} a sample"
+            f"{n} reference model{'s' * (n > 1)} trained {w} a sample"
             for n, w in ((self.inside, "on"), (self.outside, "without"))
             if n
         ]

@@ -1,0 +1,225 @@
+"""Reference models: balanced, resumable, keyed by all that made them, and repeating the whole procedure of the target."""
+
+import json
+import shutil
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+
+import pptp
+from pptp import ensemble
+from pptp.cli import main
+from pptp.ensemble import Job, half_mask, load_references, ready_jobs, references_for, train_reference
+from pptp.runs import Run, read_json
+
+SMALL = [
+    "--model", "test_resnet", "--data", "digits", "--limit-classes", "4", "--limit-per-class", "60", "--members", "80", "--reference", "20",
+    "--nonmembers", "80", "--test", "40", "--epochs", "4", "-b", "20", "--opt", "adamw", "--lr", "0.003", "--no-augment",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ensemble") / "r"
+    assert main(["train", str(path), *SMALL]) == 0
+    assert (
+        main(
+            [
+                "retrain",
+                str(path),
+                "--defense",
+                "relaxloss",
+                "--set",
+                "alpha=0.5",
+                "--cut",
+                "layer3",
+                "--name",
+                "r",
+                "--no-control",
+            ]
+        )
+        == 0
+    )
+    assert main(["ensemble", str(path), "--models", "4", "--queries", "1", "--record-epochs", "2,4"]) == 0
+    return path
+
+
+def test_every_sample_is_in_exactly_half_of_the_models_whatever_their_number():
+    for models in (2, 4, 16):
+        masks = np.stack([half_mask(i, 101, seed=3) for i in range(models)])
+        assert (masks.sum(0) == models // 2).all() and set(masks.sum(1)) == {50, 51}
+    assert not np.array_equal(half_mask(0, 101, 3), half_mask(2, 101, 3))
+
+
+def test_outputs_of_all_samples_are_recorded(run):
+    opened = Run.open(run)
+    found = load_references(opened, "undefended")
+    n = len(opened.splits.pool)
+    assert (
+        found.logits.shape == (4, n, 4)
+        and found.augmented.shape == (4, 1, n, 4)
+        and "4 reference models" in found.source
+    )
+    attacked = ensemble.attacked_ids(opened)
+    assert (found.members[:, attacked].sum(0) == 2).all() and found.members.sum() == 2 * len(attacked)
+    job = ready_jobs(opened, "undefended")[0]
+    with np.load(job.folder(opened) / "outputs.npz") as last, np.load(job.folder(opened) / "outputs_4.npz") as recorded:
+        assert np.allclose(last["logits"], recorded["logits"], atol=1e-5)
+    assert (job.folder(opened) / "outputs_2.npz").exists() and not list(job.folder(opened).glob("*.pt"))
+    trained = found.members[0]
+    right = found.logits[0].argmax(1) == torch.as_tensor(opened.splits.pool.labels)
+    assert right[trained].float().mean() > right[attacked][~trained[attacked]].float().mean()
+
+
+def test_nothing_is_trained_twice_and_more_can_be_added(run, tmp_path, capsys):
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    opened = Run.open(copy)
+    stamps = {
+        job.index: (job.folder(opened) / "outputs.npz").stat().st_mtime_ns for job in ready_jobs(opened, "undefended")
+    }
+    assert main(["ensemble", str(copy), "--models", "6", "--queries", "1", "--record-epochs", "2,4"]) == 0
+    assert "4 of 6 reference models are there, 2 to train" in capsys.readouterr().out
+    after = {
+        job.index: (job.folder(opened) / "outputs.npz").stat().st_mtime_ns for job in ready_jobs(opened, "undefended")
+    }
+    assert len(after) == 6 and all(after[index] == stamp for index, stamp in stamps.items())
+
+
+def test_the_key_tells_apart_what_differs_and_not_where_it_is(run, tmp_path):
+    opened, job = Run.open(run), Job(str(run), "r", 0)
+    keys = {
+        replace(job, **change).key(opened)
+        for change in (
+            {},
+            {"index": 1},
+            {"seed": 1},
+            {"queries": 2},
+            {"epochs": (1,)},
+            {"own_cut": True},
+            {"procedure": "undefended"},
+        )
+    }
+    assert len(keys) == 7
+    shutil.copytree(run, tmp_path / "elsewhere")
+    assert Job(str(tmp_path / "elsewhere"), "r", 0).key(Run.open(tmp_path / "elsewhere")) == job.key(opened)
+
+
+def test_a_killed_job_goes_on_to_the_same_outputs(run, tmp_path, monkeypatch):
+    job = asdict(Job(str(run), "r", 1))
+    whole = train_reference(job, tmp_path / "whole")
+    real = pptp.training.Checkpoint.write
+    calls = []
+
+    def dies(self, history):
+        real(self, history)
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pptp.training.Checkpoint, "write", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train_reference(job, tmp_path / "killed")
+    monkeypatch.undo()
+    assert not (tmp_path / "killed/outputs.npz").exists()
+    again = train_reference(job, tmp_path / "killed")
+    with np.load(whole) as a, np.load(again) as b:
+        assert np.array_equal(a["logits"], b["logits"]) and np.array_equal(a["members"], b["members"])
+
+
+def test_the_adaptive_attacker_repeats_the_whole_procedure(run, tmp_path):
+    """A trunk of its own, trained on its own half, and the target's defense on top."""
+    opened = Run.open(run)
+    target = train_reference(asdict(Job(str(run), "r", 0, own_cut=True)), tmp_path / "own")
+    assert read_json(tmp_path / "own/job.json", "")["cut"]
+    plan = Job(str(run), "r", 0).plan(opened)
+    assert plan["defense"] == "relaxloss" and "alpha=0.5" in plan["set"] and plan["cut"] == "layer3"
+    with np.load(target) as adaptive:
+        plain = load_references(opened, "undefended")
+        assert not np.allclose(adaptive["logits"], plain.logits[0], atol=1e-3)
+        assert np.array_equal(adaptive["members"], plain.members[0]), "the same half, whatever the procedure"
+
+
+def test_processes_train_the_same_models(run, tmp_path):
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "ensembles")
+    arguments = ["ensemble", str(copy), "--models", "2", "--queries", "1", "--record-epochs", "2,4"]
+    assert main([*arguments, "--only", "1"]) == 0
+    assert main([*arguments, "--processes", "2"]) == 0
+    one, two = (load_references(Run.open(where), "undefended") for where in (run, copy))
+    assert torch.allclose(one.logits[:2], two.logits, atol=1e-4)
+
+
+def test_evaluation_takes_the_best_references_there_are(run, tmp_path, capsys):
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    assert main(["evaluate", str(copy)]) == 0
+    shown = capsys.readouterr().out
+    assert "undefended: attacked with 4 reference models trained without a defense" in shown
+    assert (
+        "r: attacked with 4 reference models trained without a defense" in shown
+        and "an attacker who knows it may find more" in shown
+    )
+    found = json.loads((copy / "evaluate/undefended/evaluation.json").read_text())
+    assert {"lira", "rmia", "shadow_network", "attack_r"} <= set(found["attacks"]) and found["strongest"][
+        "corrected_for"
+    ] == len(found["attacks"])
+    assert main(["ensemble", str(copy), "--models", "2", "--procedure", "r"]) == 0
+    assert main(["evaluate", str(copy), "--attack", "all", "--query-budget", "40"]) == 0
+    shown = capsys.readouterr().out
+    assert "r: attacked with 2 reference models trained like r, each with a trunk of its own" in shown
+    found = json.loads((copy / "evaluate/r/evaluation.json").read_text())
+    assert {
+        "gradient_norm/layer4",
+        "gradient_norm/input",
+        "feature_probe/layer2",
+        "boundary_distance",
+        "agreement",
+    } <= set(found["attacks"])
+    assert main(["report", str(copy)]) == 0
+    assert "trained like r" in (copy / "report.html").read_text()
+
+
+def test_without_an_ensemble_the_half_model_serves_where_it_is_out(run, tmp_path):
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "ensembles")
+    opened = Run.open(copy)
+    found = references_for(opened, "undefended")
+    assert found.logits.shape[0] == 1 and set(np.flatnonzero(found.members[0])) == set(opened.splits.h1.indices)
+
+
+def test_an_ensemble_of_another_retraining_is_not_used(run, tmp_path):
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    assert main(["ensemble", str(copy), "--models", "2", "--procedure", "r"]) == 0
+    assert load_references(Run.open(copy), "r") is not None
+    again = [
+        "--defense",
+        "relaxloss",
+        "--set",
+        "alpha=0.7",
+        "--cut",
+        "layer3",
+        "--name",
+        "r",
+        "--no-control",
+        "--fresh",
+    ]
+    assert main(["retrain", str(copy), *again]) == 0
+    assert load_references(Run.open(copy), "r") is None
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--models", "3"], "models must be even"), (["--procedure", "other"], "no model called 'other'"), (["--only", "16"], "only is 16"),
+        (["--record-epochs", "9"], "epochs 1 to 4"), (["--record-epochs", "x"], "give epochs such as"), (["--processes", "0"], "processes at least 1"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_refused(run, flags, says, capsys):
+    assert main(["ensemble", str(run), *flags]) == 2
+    assert says in capsys.readouterr().err
