@@ -13,6 +13,7 @@ from pptp.retrain import LossDefense
 class Mixup(LossDefense):
     """Train on blends of two images and of their losses, with weight lambda ~ Beta(alpha, alpha)."""
 
+    mixes_inputs = True
     alpha: float = 1.0
 
     def check(self, classes, recipe):

@@ -1,4 +1,4 @@
-"""What `pptp evaluate`, `ensemble`, `audit` and `attack` do: load, call the library, save. No logic of its own."""
+"""What `pptp evaluate`, `ensemble`, `audit`, `attack` and `frontier` do: load, call the library, save. No logic of its own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
+from . import plots
 from .audit import canary_bound, threshold_bound
+from .cache import Policy, TrunkCache
+from .commands import resolve_cut, retrain_recipe
 from .data import Part
 from .ensemble import Job, record_ensemble, references_for, train_all, train_reference
 from .errors import UserError
 from .evaluate import Evaluation, applicable, default_attacks, evaluate, run_attacks
+from .frontier import Point, Setting, Sweep, choose, grid, pareto, refined
+from .frontier import table as frontier_table
 from .gate import Rule, fails, judge, junit
 from .intervals import proportion
 from .measures import Effort
@@ -287,3 +292,96 @@ def attack_outputs(path: str, attack_names: Sequence[str] = (), gate: Gate = OPE
     print("Test accuracy is that on the non-members.")
     value = {**found.to_dict(), "exposure": exposure(found, np.arange(len(members)), {})}
     return _gated(rules, {name: found}, gate, {name: value})
+
+
+# --- frontier ------------------------------------------------------------------------------------
+
+
+def frontier_run(
+    path: str,
+    defense: str,
+    sweeps: dict[str, list[str]],
+    cuts: Sequence[str],
+    recipe_changes: dict,
+    rewind: str = "init",
+    target_auc: float | None = None,
+    min_accuracy: float | None = None,
+    rounds: int = 2,
+    policy: Policy | None = None,
+) -> list[Point]:
+    """`pptp frontier`: retrain and evaluate every combination from the shared cache, draw it, choose and refine."""
+    run = Run.open(path)
+    recipe = retrain_recipe(run.experiment.recipe, recipe_changes)
+    cuts = [resolve_cut(run, cut) for cut in cuts]
+    settings = grid(defense, sweeps, list(dict.fromkeys(cuts)), rewind, recipe)
+    sweep = Sweep(run, TrunkCache(policy or Policy(), run.path))
+    sweep.check(settings)
+    points = [_said(sweep.point(setting)) for setting in settings]
+    for _ in range(rounds if target_auc is not None or min_accuracy is not None else 0):
+        near = choose(points, target_auc, min_accuracy) or min(points, key=lambda p: p.leak.value)
+        more = _possible(sweep, refined(near.setting, [p.setting for p in points]))
+        points += [_said(sweep.point(setting)) for setting in more]
+    best = choose(points, target_auc, min_accuracy)
+    print(frontier_table(points, best))
+    if best is None and (target_auc is not None or min_accuracy is not None):
+        print("No point fulfils what was asked: widen the sweep, cut earlier, or ask for less.")
+    _save_frontier(run, defense, points, best, target_auc)
+    if best is not None:
+        print(
+            f"its weights: {sweep.folder / best.key / 'last.safetensors'}; to keep it among the models of the run: {_command(run, best)}"
+        )
+    return points
+
+
+def _possible(sweep: Sweep, settings: Sequence[Setting]) -> list[Setting]:
+    """Without those that the defense refuses: a value between two good ones may still be a bad one (whole numbers)."""
+    found = []
+    for setting in settings:
+        try:
+            sweep.check([setting])
+            found.append(setting)
+        except UserError:
+            continue
+    return found
+
+
+def _said(point: Point) -> Point:
+    print(f"{point.setting}: test accuracy {point.accuracy}, AUC {point.leak} by {point.attack}, {point.seconds:.1f} s")
+    return point
+
+
+def _command(run: Run, best: Point) -> str:
+    s = best.setting
+    given = " ".join(f"--set {text}" for text in s.settings)
+    return f"pptp retrain {run.path} --defense {s.defense} {given} --cut {s.cut} --epochs {s.recipe.epochs}"
+
+
+def _save_frontier(
+    run: Run, defense: str, points: Sequence[Point], best: Point | None, target_auc: float | None
+) -> None:
+    front = pareto(points)
+    rows = [
+        {
+            "settings": list(p.setting.settings),
+            "cut": p.setting.cut,
+            "accuracy": p.accuracy.to_dict(),
+            "leak": p.leak.to_dict(),
+            "attack": p.attack,
+            "reported_accuracy": p.reported_accuracy.to_dict(),
+            "reported_leak": p.reported_leak.to_dict(),
+            "active": p.active,
+            "seconds": p.seconds,
+            "key": p.key,
+            "pareto": p in front,
+            "best": p is best,
+        }
+        for p in points
+    ]
+    name = defense.replace(":", ".")
+    write_json(
+        run.path / "frontier" / f"{name}.json",
+        {"points": rows, "target_auc": target_auc, "recipe": asdict(points[0].setting.recipe)},
+    )
+    drawing = plots.frontier(rows, target_auc)
+    atomically(run.path / "frontier" / f"{name}.svg", lambda temporary: temporary.write_text(drawing))
+    print(f"wrote {run.path / 'frontier' / name}.svg")

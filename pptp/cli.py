@@ -68,12 +68,19 @@ def parser() -> argparse.ArgumentParser:
     _train_flags(command("train", "train the full and the half model from the same initial weights"))
     _localize_flags(command("localize", "find the stages that memorise"))
     _retrain_flags(command("retrain", "freeze, rewind and retrain under a defense, with its control"))
+    _frontier_flags(command("frontier", "retrain over a grid of settings and cuts, and choose", fresh=False))
     _ensemble_flags(command("ensemble", "train reference models, for the attacks that need them", fresh=False))
     _evaluate_flags(command("evaluate", "attack every model of the run, side by side"))
     _audit_flags(command("audit", "lower bounds on epsilon, beside what a defense claims", fresh=False))
     report = command("report", "write report.html", fresh=False)
     report.add_argument("--no-images", action="store_true", help="leave the most exposed images out of the page")
     _attack_flags(command("attack", "attack outputs of a model that was not trained here", run=False, fresh=False))
+    stages = command("stages", "the stages of a timm model: where it can be cut", run=False, fresh=False)
+    stages.add_argument("model", metavar="MODEL", help=HELP["model"])
+    stages.add_argument(
+        "--img-size", type=int, default=0, help="side of the square input (what the model was made for)"
+    )
+    stages.add_argument("--blocks", action="store_true", help="block by block")
     demo = command("demo", "the whole road on scikit-learn's digits, a few minutes, no download", run=False)
     demo.add_argument("run", nargs="?", default="runs/demo", metavar="RUN", help="the run directory (runs/demo)")
     return top
@@ -114,6 +121,42 @@ def _retrain_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--rewind", default="init", help="what the retrained layers start from: init, epoch=K or none")
     sub.add_argument("--name", default="", help="folder below RUN/retrain")
     sub.add_argument("--no-control", action="store_true", help="do not also retrain with plain cross-entropy")
+    _cache_flags(sub)
+    _add_settings(sub, {f.name: flat_fields()[f.name] for f in fields(Recipe)}, as_trained=True)
+
+
+def _cache_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--cache",
+        choices=("auto", "memory", "disk", "none"),
+        default="auto",
+        help="where to keep what the frozen layers say (auto: memory, a file or nowhere, by the budget)",
+    )
+    sub.add_argument("--cache-gb", type=float, default=2.0, help="memory budget of the cache (2)")
+    sub.add_argument(
+        "--views",
+        type=int,
+        default=0,
+        help="with augmentation, keep this many views of each image (0: fresh ones, no cache)",
+    )
+    sub.add_argument("--cache-dtype", choices=("float32", "float16"), default="float32", help="float16: half the room")
+
+
+def _frontier_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--defense", required=True, help="a name such as relaxloss, or module:Class")
+    sub.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=V1,V2,...",
+        help="values of a setting to try, e.g. alpha=0.25,0.5,1; may be repeated",
+    )
+    sub.add_argument("--cut", default="auto", help="cuts to try, e.g. layer3,layer4 (auto)")
+    sub.add_argument("--rewind", default="init", choices=("init", "none"), help="what the retrained layers start from")
+    sub.add_argument("--target-auc", type=float, help="choose the most accurate point that leaks no more")
+    sub.add_argument("--min-accuracy", type=float, help="choose the least leaky point that is this accurate")
+    sub.add_argument("--rounds", type=int, default=2, help="how often to refine around the chosen point (2)")
+    _cache_flags(sub)
     _add_settings(sub, {f.name: flat_fields()[f.name] for f in fields(Recipe)}, as_trained=True)
 
 
@@ -251,8 +294,11 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Do what was asked; the exit code."""
     settings = settings_of(arguments)
     plan: Experiment | None = experiment(settings) if arguments.command == "train" else None
+    changes = {f.name: settings[f.name] for f in fields(Recipe) if f.name in settings}
     if arguments.command in ("ensemble", "evaluate", "audit", "attack"):
         return _attacking(arguments)
+    if arguments.command == "frontier":
+        return _frontier(arguments, changes)
     from . import commands
 
     if arguments.command == "train":
@@ -262,7 +308,9 @@ def run_command(arguments: argparse.Namespace) -> int:
             arguments.run, arguments.delta, not arguments.no_probes, arguments.probe_samples, arguments.fresh
         )
     elif arguments.command == "retrain":
-        _retrain(arguments, {f.name: settings[f.name] for f in fields(Recipe) if f.name in settings})
+        _retrain(arguments, changes)
+    elif arguments.command == "stages":
+        commands.stages_of(arguments.model, arguments.img_size, arguments.blocks)
     elif arguments.command == "report":
         commands.report_run(arguments.run, not arguments.no_images)
     else:
@@ -286,7 +334,34 @@ def _retrain(arguments: argparse.Namespace, changes: dict) -> None:
         arguments.name,
         not arguments.no_control,
         arguments.fresh,
+        _policy(arguments),
     )
+
+
+def _policy(arguments: argparse.Namespace):
+    from .cache import Policy
+
+    return Policy(arguments.cache, arguments.cache_gb, arguments.views, arguments.cache_dtype)
+
+
+def _frontier(arguments: argparse.Namespace, changes: dict) -> int:
+    from .attacking import frontier_run
+    from .plugins import parse_settings
+
+    sweeps = {name: values.split(",") for name, values in parse_settings(arguments.set).items()}
+    frontier_run(
+        arguments.run,
+        arguments.defense,
+        sweeps,
+        arguments.cut.split(","),
+        changes,
+        arguments.rewind,
+        arguments.target_auc,
+        arguments.min_accuracy,
+        arguments.rounds,
+        _policy(arguments),
+    )
+    return 0
 
 
 def _attacking(arguments: argparse.Namespace) -> int:

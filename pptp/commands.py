@@ -11,7 +11,10 @@ import numpy as np
 import torch
 
 from . import models
+from .cache import Policy, TrunkCache
 from .config import Experiment, Recipe
+from .describe import describe
+from .describe import table as describe_table
 from .errors import UserError
 from .localize import localize
 from .plugins import code_of, settings_of
@@ -20,7 +23,7 @@ from .report import activity, write_report
 from .retrain import Defense, retrain
 from .runs import UNDEFENDED, Run, differences, measured, read_json, write_json, write_jsonl, write_npz
 from .splits import TrainingData
-from .stages import SCRATCH, split_at
+from .stages import SCRATCH, split_at, stages
 from .training import main_process, make_optimizer
 
 
@@ -176,9 +179,10 @@ def retrain_run(
     name: str = "",
     control: bool = True,
     fresh: bool = False,
+    policy: Policy | None = None,
 ) -> None:
     """`pptp retrain`: Algorithm 1 with each defense (name -> settings), and with plain cross-entropy as their control."""
-    run = Run.open(path)
+    run, policy = Run.open(path), policy or Policy()
     recipe = retrain_recipe(run.experiment.recipe, recipe_changes)
     first_stage = resolve_cut(run, cut)
     if _checked_name(name) and len(defenses) > 1:
@@ -189,15 +193,17 @@ def retrain_run(
     for defense, settings in defenses.items():
         make_defense(defense, settings)  # or refuse it, before anything else
         own = name and (f"{name}-control" if defense == "plain" and len(defenses) > 1 else name)
-        jobs.append(_Job(own or _job_name(defense, cut, rewind), defense, tuple(settings), first_stage, rewind, recipe))
+        made = own or _job_name(defense, cut, rewind)
+        jobs.append(_Job(made, defense, tuple(settings), first_stage, rewind, recipe, policy.views, policy.dtype))
     waiting = [job for job in jobs if job.is_needed(run, fresh)]  # refuses before anything is trained or deleted
     if waiting:
         base = run.model(UNDEFENDED)
         parts = run.parts(base)
         for job in waiting:
             job.check(run, base, parts)
+        cache = TrunkCache(policy, run.path)  # shared by all of them
         for job in waiting:
-            _retrain_one(run, job, parts, fresh)
+            _retrain_one(run, job, parts, fresh, cache)
 
 
 def _checked_name(name: str) -> str:
@@ -229,11 +235,17 @@ class _Job:
     cut: str
     rewind: str
     recipe: Recipe
+    views: int = 0
+    cache_dtype: str = "float32"
 
     def plan(self) -> dict:
         """As defense.json keeps it; of a defense from elsewhere with its code, since that has no version."""
         chosen = make_defense(self.defense, self.settings)
         own = {"code": code_of(type(chosen))} if ":" in self.defense else {}
+        if self.recipe.augment and self.views:  # else every epoch sees fresh ones
+            own["views"] = self.views
+        if self.cache_dtype != "float32":
+            own["cache_dtype"] = self.cache_dtype
         return {
             "defense": self.defense,
             "set": settings_of(chosen),
@@ -279,7 +291,7 @@ def _rewind_state(run: Run, rewind: str):
     raise UserError(f"rewind is {rewind!r}: it must be init, none or epoch=K")
 
 
-def _retrain_one(run: Run, job: _Job, parts, fresh: bool) -> None:
+def _retrain_one(run: Run, job: _Job, parts, fresh: bool, cache: TrunkCache) -> None:
     folder = run.folder(job.name)
     if fresh and main_process():
         shutil.rmtree(folder, ignore_errors=True)
@@ -288,8 +300,9 @@ def _retrain_one(run: Run, job: _Job, parts, fresh: bool) -> None:
     write_json(folder / "defense.json", job.plan())
     cost: dict[str, float] = {}
     with measured(cost):
+        checkpoint = folder / "checkpoint.pt"
         result = retrain(
-            model, state, job.cut, defense, run.splits, job.recipe, parts=parts, checkpoint=folder / "checkpoint.pt"
+            model, state, job.cut, defense, run.splits, job.recipe, parts=parts, checkpoint=checkpoint, cache=cache
         )
     if not main_process():
         return
@@ -298,7 +311,9 @@ def _retrain_one(run: Run, job: _Job, parts, fresh: bool) -> None:
     write_json(folder / "defense.json", {**job.plan(), "repr": repr(defense), "result": result, "cost": cost})
     run.save_model(job.name, model, _card(run, job, defense, result))  # last, since weights mean "done"
     _forget_checkpoints(folder)
-    print(f"{job.name}: cut {job.cut}, {result['retrained_share']:.1%} of the weights retrained, {_sentence(result)}")
+    print(
+        f"{job.name}: cut {job.cut}, {result['retrained_share']:.1%} of the weights retrained, {_sentence(result)}; trunk cache: {result['cache']}"
+    )
     if job.defense != "plain":
         print(f"{job.name}: {activity(result)}")
 
@@ -335,3 +350,13 @@ def report_run(path: str, images: bool = True) -> Path:
     target = write_report(run, images)
     print(f"wrote {target}")
     return target
+
+
+def stages_of(model_name: str, img_size: int = 0, blocks: bool = False) -> None:
+    """`pptp stages`: where a timm model can be cut, and what that would save."""
+    model = models.create(model_name, 10, **({"img_size": img_size} if img_size else {}))
+    size = (3, img_size, img_size) if img_size else None
+    parts = stages(model, size)
+    size = size or tuple(model.pretrained_cfg["input_size"])
+    print(f"{model_name}, input {'x'.join(map(str, size))}, 10 classes")
+    print(describe_table(describe(model, size, blocks, parts)))

@@ -75,6 +75,11 @@ class Part(Dataset):
     def __getitem__(self, position: int):
         return self.pool[int(self.indices[position])]
 
+    def set_epoch(self, epoch: int | None) -> None:
+        """Passed on to a pool whose samples have several views."""
+        if hasattr(self.pool, "set_epoch"):
+            self.pool.set_epoch(epoch)
+
 
 class Augmented(Dataset):
     """Random crop (zero padding of an eighth) and horizontal flip, as in the PPTP paper.

@@ -74,6 +74,41 @@ def trade_off(evaluations: Mapping[str, Mapping]) -> str:
     return _svg(figure, "trade-off")
 
 
+def frontier(points: Sequence[Mapping], target_auc: float | None = None) -> str:
+    """Test accuracy against leakage of every point of a sweep, one colour a cut; Pareto points joined, the chosen one ringed."""
+    figure, axes = _figure(6.4, 4.2)
+    axis = axes[0, 0]
+    cuts = list(dict.fromkeys(point["cut"] for point in points))
+    for cut, colour in zip(cuts, _colours(dict.fromkeys(cuts))):
+        mine = [point for point in points if point["cut"] == cut]
+        leak, useful = ([point[key] for point in mine] for key in ("leak", "accuracy"))
+        axis.errorbar(
+            [e["value"] for e in leak],
+            [e["value"] for e in useful],
+            xerr=_errors(leak),
+            yerr=_errors(useful),
+            fmt="o",
+            color=colour,
+            label=cut,
+            capsize=2,
+            markersize=4,
+            elinewidth=0.6,
+        )
+    front = sorted((p["leak"]["value"], p["accuracy"]["value"]) for p in points if p["pareto"])
+    axis.plot(*zip(*front), color=GREY, linewidth=1, zorder=0)
+    for point in points:
+        if point["best"]:
+            axis.plot(
+                point["leak"]["value"], point["accuracy"]["value"], "o", markersize=11, fillstyle="none", color=RISK
+            )
+    if target_auc is not None:
+        axis.axvline(target_auc, color=INK, linestyle="--", linewidth=1)
+    axis.axvline(0.5, color=GREY, linestyle=":", linewidth=1)
+    axis.set(xlabel="AUC of the strongest attack (0.5 = no leak)", ylabel="test accuracy")
+    axis.legend(loc="best", title="cut")
+    return _svg(figure, "frontier")
+
+
 def _colours(names: Mapping) -> list[str]:
     return [MODEL_COLOURS[i % len(MODEL_COLOURS)] for i in range(len(names))]
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
 
+from .cache import TrunkCache
 from .errors import UserError
 from .models import weights_digest
 from .splits import Splits, TrainingData
-from .stages import Stage, freeze, rewind, split_at, stages, unfreeze
-from .training import Monitor, Recipe, Step, fit
+from .stages import SCRATCH, Stage, freeze, rewind, split_at, stages, unfreeze
+from .training import Monitor, Recipe, Step, device, fit
 
 
 class Defense(ABC):
@@ -20,6 +22,8 @@ class Defense(ABC):
 
     Subclasses are frozen dataclasses whose fields are the method's hyper-parameters.
     """
+
+    mixes_inputs = False  # True: the loss blends images, so activations of a frozen trunk cannot stand in for them
 
     def check(self, classes: int, recipe: Recipe) -> None:
         """Refuse hyper-parameters that cannot work, before any training."""
@@ -76,11 +80,13 @@ def retrain(
     *,
     parts: Sequence[Stage] | None = None,
     checkpoint: str | Path | None = None,
+    cache: TrunkCache | None = None,
 ) -> dict[str, float]:
     """Retrain `model` in place from `cut` on, and prove that nothing before it moved.
 
     rewind_to: the weights the suffix starts from, initial or of an early epoch (a state dict, or a model);
     None keeps the trained ones (fine-tuning). cut: a stage or block name, "head" or "scratch".
+    cache: keeps what the frozen layers say, here and for later calls with the same trunk; one of its own by default.
     """
     if isinstance(data, Splits):
         data = data.for_defense()
@@ -98,7 +104,8 @@ def retrain(
     before = _trunk_digest(trunk)
     try:
         defense.adapt(model)
-        result = defense.train(model, data, recipe, monitors=monitors, checkpoint=checkpoint) or {}
+        trained, data, kept, recipe = _from_cache(model, parts, cut, defense, data, recipe, cache)
+        result = defense.train(trained, data, recipe, monitors=monitors, checkpoint=checkpoint) or {}
     finally:
         unfreeze(model, wanted)
     if _trunk_digest(trunk) != before:
@@ -108,7 +115,19 @@ def retrain(
     model.eval()
     retrained = sum(p.numel() for part in suffix for p in part.parameters())
     share = retrained / sum(p.numel() for p in model.parameters())
-    return {**result, "retrained_share": share}
+    return {**result, "retrained_share": share, "cache": kept}
+
+
+def _from_cache(model, parts, cut: str, defense: Defense, data: TrainingData, recipe: Recipe, cache: TrunkCache | None):
+    """(model, data, what was cached, recipe) to train with: the suffix on the trunk's outputs where that is possible."""
+    if cut == SCRATCH:
+        return model, data, "nothing is frozen", recipe
+    if defense.mixes_inputs:
+        return model, data, f"{type(defense).__name__} blends images", recipe
+    model.to(device(recipe))
+    cache = TrunkCache() if cache is None else cache
+    trained, cached, kept = cache.prepare(model, parts, cut, data, recipe.augment, recipe.batch_size)
+    return trained, cached, kept, replace(recipe, augment=False) if trained is not model else recipe
 
 
 def replay_adapt(model: nn.Module, parts: Sequence[Stage], cut: str, defense: Defense) -> None:

@@ -140,7 +140,7 @@ def fit(
             for epoch in range(len(history.rows), min(recipe.epochs, stop_after or recipe.epochs)):
                 train_mode(wrapped)
                 loader.set_epoch(epoch)
-                if recipe.augment:  # accelerate reaches the sampler or the data set, not both
+                if hasattr(views, "set_epoch"):  # accelerate reaches the sampler or the data set, not both
                     views.set_epoch(epoch)
                 started = time.perf_counter()
                 row = _epoch(accelerator, wrapped, loader, optimizer, loss, epoch, recipe, monitors, bar)
@@ -152,6 +152,8 @@ def fit(
                 if accelerator.is_main_process:
                     saved.write(history.rows)
         _share_buffers(model, accelerator)
+    if hasattr(data, "set_epoch"):
+        data.set_epoch(None)
     accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
     model.eval()
     return history

@@ -1,0 +1,185 @@
+"""Outputs of the frozen trunk, computed once and trained from: in memory, or in a file that is mapped into it."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from .data import Part, View, batches, indexed, sample_ids
+from .errors import UserError
+from .models import weights_digest
+from .splits import TrainingData
+from .stages import Stage, split_at
+from .suffix import CannotCut, Suffix, run_until
+
+KINDS = ("auto", "memory", "disk", "none")
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When and where to keep the trunk's outputs."""
+
+    kind: str = "auto"  # memory if it fits the budget, else a file if there is room for one, else nothing
+    gigabytes: float = 2.0  # the budget; a file may take ten times as much
+    views: int = (
+        0  # augmented views of each sample to keep; 0: fresh ones every epoch, and so no cache, while augmenting
+    )
+    dtype: str = "float32"  # float16: half the room, rounded
+
+    def __post_init__(self):
+        rules = {
+            "kind": (self.kind in KINDS, f"one of {', '.join(KINDS)}"),
+            "gigabytes": (self.gigabytes >= 0, "0 or above"),
+            "views": (self.views >= 0, "0 or above"),
+            "dtype": (self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise UserError(f"cache {name} is {getattr(self, name)!r}: it must be {rule}")
+
+    def place(self, size: int) -> str:
+        """ "memory", "disk" or "none" for so many bytes."""
+        budget = self.gigabytes * 2**30
+        if self.kind != "auto":
+            return self.kind
+        return "memory" if size <= budget else "disk" if size <= 10 * budget else "none"
+
+
+class Activations(Part):
+    """Samples as the boundary sees them: (activation, y, index). View 0 is the image itself, the others are augmented.
+
+    While training, epoch e reads view 1 + e mod views; otherwise view 0.
+    """
+
+    def __init__(self, store: Tensor, labels: np.ndarray, ids: np.ndarray, name: str):
+        self.store, self.labels, self.indices, self.name = store, labels, ids, name  # store: (1 + views, n, ...)
+        self.view = 0
+
+    def set_epoch(self, epoch: int | None) -> None:
+        views = len(self.store) - 1
+        self.view = 0 if epoch is None or not views else 1 + epoch % views
+
+    def __len__(self) -> int:
+        return self.store.shape[1]
+
+    def __getitem__(self, position: int):
+        return self.store[self.view, position].float(), int(self.labels[position]), int(self.indices[position])
+
+
+@dataclass
+class TrunkCache:
+    """Keeps what trunks said, for all trainings that share one: several defenses, sub-models, the points of a frontier."""
+
+    policy: Policy = field(default_factory=Policy)
+    folder: Path | None = None  # for files; a temporary one if there is none
+    kept: dict[str, Activations] = field(default_factory=dict, repr=False)
+    pools: dict[int, Dataset] = field(default_factory=dict, repr=False)
+    files: tempfile.TemporaryDirectory | None = field(default=None, repr=False)
+
+    def prepare(
+        self,
+        model: nn.Module,
+        parts: Sequence[Stage],
+        cut: str,
+        data: TrainingData,
+        augment: bool,
+        batch_size: int = 128,
+    ) -> tuple[nn.Module, TrainingData, str]:
+        """(model, data, why): to train the suffix from cached activations, or, where that cannot be, as they were given."""
+        if self.policy.kind == "none":
+            return model, data, "no cache was asked for"
+        if augment and not self.policy.views:
+            return model, data, "augmentation is on: every epoch sees fresh views (--views V keeps V of them)"
+        shape = tuple(indexed(data.members)[0][0].shape)
+        try:
+            suffix = Suffix(model, parts, cut, shape)
+        except CannotCut as error:
+            return model, data, str(error)
+        views = self.policy.views if augment else 0
+        parts_of_data = [data.members] + (
+            [data.reference] if data.reference is not None and len(data.reference) else []
+        )
+        size = self.size(suffix, sum(map(len, parts_of_data)), views)
+        place = self.policy.place(size)
+        if place == "none":
+            return (
+                model,
+                data,
+                f"its {size / 2**30:.1f} GB are over the budget of {self.policy.gigabytes:g} GB (--cache-gb)",
+            )
+        trunk, _ = split_at(parts, cut)
+        found = [self.activations(suffix, trunk, part, views, place, batch_size) for part in parts_of_data]
+        cached = TrainingData(found[0], found[1] if len(found) > 1 else data.reference)
+        return suffix, cached, f"{size / 2**20:.0f} MB in {place}"
+
+    def size(self, suffix: Suffix, samples: int, views: int) -> int:
+        each = int(np.prod(suffix.plan.shape)) * torch.finfo(DTYPES[self.policy.dtype]).bits // 8
+        return each * samples * (1 + views)
+
+    def activations(
+        self,
+        suffix: Suffix,
+        trunk: Sequence[Stage],
+        data: Dataset,
+        views: int = 0,
+        place: str = "memory",
+        batch_size: int = 128,
+    ) -> Activations:
+        """What the trunk says of `data`; computed when first asked for."""
+        data = indexed(data)
+        key = self._key(suffix, trunk, data, views)
+        if key not in self.kept:
+            store = self._empty((1 + views, len(data), *suffix.plan.shape), place, key)
+            fill(store, suffix, data, batch_size)
+            ids = sample_ids(data)
+            self.kept[key] = Activations(store, data.labels, ids, getattr(data, "name", "data"))
+        return self.kept[key]
+
+    def _key(self, suffix: Suffix, trunk: Sequence[Stage], data: Dataset, views: int) -> str:
+        state = {name: t for part in trunk for name, t in zip(part.parameter_names, part.parameters())}
+        state |= {name: t for part in trunk for name, t in zip(part.buffer_names, part.buffers())}
+        pool = id(getattr(data, "pool", data))  # ids mean something within one pool only
+        what = [
+            pool,
+            weights_digest(state),
+            suffix.plan.boundary,
+            suffix.input_shape,
+            views,
+            self.policy.dtype,
+            len(data),
+        ]
+        return hashlib.sha256(repr(what).encode() + sample_ids(data).tobytes()).hexdigest()[:16]
+
+    def _empty(self, shape: tuple[int, ...], place: str, key: str) -> Tensor:
+        dtype = DTYPES[self.policy.dtype]
+        if place == "memory":
+            return torch.empty(shape, dtype=dtype)
+        if self.files is None:
+            if self.folder is not None:
+                Path(self.folder).mkdir(parents=True, exist_ok=True)
+            self.files = tempfile.TemporaryDirectory(prefix=".activations-", dir=self.folder)
+        path = Path(self.files.name) / key
+        return torch.from_numpy(np.memmap(path, np.dtype(self.policy.dtype), "w+", shape=shape))
+
+
+@torch.no_grad()
+def fill(store: Tensor, suffix: Suffix, data: Dataset, batch_size: int) -> None:
+    """Run the trunk, in eval mode, on every view of every sample."""
+    suffix.model.eval()
+    for view in range(len(store)):
+        source = data if view == 0 else View(data, view)
+        at = 0
+        for inputs, _ in batches(source, suffix.model, batch_size):
+            store[view, at : at + len(inputs)] = (
+                run_until(suffix.model, suffix.plan.boundary, inputs).cpu().to(store.dtype)
+            )
+            at += len(inputs)

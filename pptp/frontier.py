@@ -1,0 +1,272 @@
+"""Utility against leakage over settings and cuts, every point retrained from the shared trunk cache.
+
+Points are compared on one half of the attacked and of the test samples, and what is said of the chosen one comes from the other
+half: the best of many looks better than it is on the samples it was chosen by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from . import models
+from .cache import TrunkCache
+from .config import Recipe
+from .data import Part
+from .ensemble import references_for
+from .errors import UserError
+from .evaluate import default_attacks, evaluate, fold_of
+from .intervals import Estimate, auc, proportion
+from .procedures import make_defense
+from .retrain import retrain
+from .runs import UNDEFENDED, Run, measured, read_json, write_json
+from .signals import collect
+from .stages import SCRATCH, split_at
+from .suffix import CannotCut, Suffix
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point to train."""
+
+    defense: str
+    settings: tuple[str, ...]  # field=value
+    cut: str
+    rewind: str
+    recipe: Recipe
+
+    def key(self, base: str) -> str:
+        """Hash of all that makes the point, with the digest of the base model."""
+        recipe = {k: v for k, v in asdict(self.recipe).items() if k not in ("workers", "device")}
+        what = [self.defense, self.settings, self.cut, self.rewind, recipe, base]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return f"{self.cut} " + " ".join(self.settings)
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a setting gave: on the half to choose by, and on the half to report."""
+
+    setting: Setting
+    accuracy: Estimate  # test accuracy, choosing half
+    leak: Estimate  # 1/2 + |AUC - 1/2| of the strongest attack, choosing half
+    attack: str
+    reported_accuracy: Estimate
+    reported_leak: Estimate  # of that attack, on the other half: not chosen by it
+    active: float
+    seconds: float
+    key: str = ""
+
+
+def grid(
+    defense: str, sweeps: Mapping[str, Sequence[str]], cuts: Sequence[str], rewind: str, recipe: Recipe
+) -> list[Setting]:
+    """Every combination of the swept values and the cuts."""
+    names = list(sweeps)
+    return [
+        Setting(defense, tuple(f"{name}={value}" for name, value in zip(names, values)), cut, rewind, recipe)
+        for cut in cuts
+        for values in itertools.product(*sweeps.values())
+    ]
+
+
+def pareto(points: Sequence[Point]) -> list[Point]:
+    """Those that no other beats in accuracy without leaking more, or in leakage without being less accurate."""
+    return [
+        p
+        for p in points
+        if not any(
+            q.accuracy.value >= p.accuracy.value
+            and q.leak.value <= p.leak.value
+            and (q.accuracy.value, q.leak.value) != (p.accuracy.value, p.leak.value)
+            for q in points
+        )
+    ]
+
+
+def choose(points: Sequence[Point], target_auc: float | None, min_accuracy: float | None) -> Point | None:
+    """The most accurate point that leaks no more than the target, or the least leaky that is accurate enough; None if there is none."""
+    fit = [
+        p
+        for p in points
+        if (target_auc is None or p.leak.value <= target_auc)
+        and (min_accuracy is None or p.accuracy.value >= min_accuracy)
+    ]
+    if not fit or (target_auc is None and min_accuracy is None):
+        return None
+    if target_auc is not None:
+        return max(fit, key=lambda p: (p.accuracy.value, -p.leak.value))
+    return min(fit, key=lambda p: (p.leak.value, -p.accuracy.value))
+
+
+def refined(best: Setting, tried: Sequence[Setting]) -> list[Setting]:
+    """Values halfway (by ratio, where all are positive) between the best one's and its neighbours', field by field."""
+    found = []
+    for position, text in enumerate(best.settings):
+        name, _, value = text.partition("=")
+        others = {s.settings[position].partition("=")[2] for s in tried if s.cut == best.cut}
+        try:
+            numbers, mine = sorted(float(v) for v in others), float(value)
+        except ValueError:
+            continue
+        at = numbers.index(mine)
+        for other in (*numbers[max(0, at - 1) : at], *numbers[at + 1 : at + 2]):
+            middle = math.sqrt(mine * other) if min(mine, other) > 0 else (mine + other) / 2
+            changed = (*best.settings[:position], f"{name}={middle:.4g}", *best.settings[position + 1 :])
+            found.append(Setting(best.defense, changed, best.cut, best.rewind, best.recipe))
+    return [setting for setting in found if setting not in tried]
+
+
+class Sweep:
+    """Trains and measures points of one run; what was computed is kept on disk, what a trunk says in memory."""
+
+    def __init__(self, run: Run, cache: TrunkCache | None = None):
+        self.run, self.cache = run, cache or TrunkCache()
+        self.base = run.model(UNDEFENDED)
+        self.parts = run.parts(self.base)
+        self.digest = run.weights_digest(UNDEFENDED)
+        self.references = references_for(run, UNDEFENDED)
+        self.folder = run.path / "frontier"
+
+    def check(self, settings: Sequence[Setting]) -> None:
+        """Refuse what cannot work, before anything is trained."""
+        for setting in settings:
+            split_at(self.parts, setting.cut)
+            defense = make_defense(setting.defense, setting.settings)
+            defense.check(self.run.splits.classes, setting.recipe)
+            defense.check_start(setting.rewind == "init")
+
+    def point(self, setting: Setting) -> Point:
+        """Trained and measured now, or read back."""
+        key = setting.key(self.digest)
+        path = self.folder / key / "point.json"
+        if not path.exists():
+            self._train(setting, key, path)
+        return _read_point(path, setting, key)
+
+    def _train(self, setting: Setting, key: str, path: Path) -> None:
+        model = self.run.model(UNDEFENDED)
+        defense = make_defense(setting.defense, setting.settings)
+        start = {"init": self.run.initial_weights, "none": lambda: None}.get(setting.rewind)
+        if start is None:
+            raise UserError(f"rewind is {setting.rewind!r}: a frontier starts from init or none")
+        cost: dict[str, float] = {}
+        with measured(cost):
+            result = retrain(
+                model,
+                start(),
+                setting.cut,
+                defense,
+                self.run.splits,
+                setting.recipe,
+                parts=self.parts,
+                cache=self.cache,
+            )
+            found = self._measured(model, setting.cut)
+        models.write_weights(model, path.with_name("last.safetensors"))
+        write_json(
+            path, {**found, "active": result.get("active", 1.0), "seconds": cost["seconds"], "result": _plain(result)}
+        )
+
+    def _measured(self, model: nn.Module, cut: str) -> dict:
+        """Accuracy and leakage on both halves; from the cached trunk where the model allows it."""
+        s = self.run.splits
+        members, nonmembers = _attacked(self.run)
+        model, (inside, outside, test) = self._cached(model, cut, [members, nonmembers, s.test])
+        evaluation = evaluate(model, inside, outside, test, default_attacks(), references=self.references)["model"]
+        found: dict = {"attacks": {}}
+        for name, scores in evaluation.attacks.items():
+            half = fold_of(scores.members, 2, 0)
+            found["attacks"][name] = [
+                auc(scores.scores[(half == k) & scores.members], scores.scores[(half == k) & ~scores.members]).to_dict()
+                for k in (0, 1)
+            ]
+        said = collect(model, test)
+        right = (said.logits.argmax(1) == said.labels).numpy()
+        halves = fold_of(np.ones(len(right), bool), 2, 0)
+        found["accuracy"] = [
+            proportion(int(right[halves == k].sum()), int((halves == k).sum())).to_dict() for k in (0, 1)
+        ]
+        return found
+
+    def _cached(self, model: nn.Module, cut: str, parts: Sequence[Part]):
+        trunk = [] if cut == SCRATCH else split_at(self.parts, cut)[0]
+        if not trunk or model._forward_hooks:  # a hook may look at the images themselves
+            return model, parts
+        on_model = [part.on(model) for part in trunk]
+        try:
+            suffix = Suffix(model, self.parts, cut, parts[0][0][0].shape)
+        except CannotCut:
+            return model, parts
+        size = self.cache.size(suffix, sum(map(len, parts)), 0)
+        place = self.cache.policy.place(size)
+        if place == "none":
+            return model, parts
+        return suffix, [self.cache.activations(suffix, on_model, part, 0, place) for part in parts]
+
+
+def _attacked(run: Run) -> tuple[Part, Part]:
+    canaries, ids = run.canaries(), run.splits.members.indices
+    ids = ids if canaries is None else np.setdiff1d(ids, canaries.ids)
+    return Part(run.splits.pool, ids, "members"), run.splits.nonmembers
+
+
+def _plain(result: Mapping) -> dict:
+    return {key: value for key, value in result.items() if isinstance(value, (int, float, str))}
+
+
+def _read_point(path: Path, setting: Setting, key: str) -> Point:
+    value = read_json(path, "")
+    leaks = {name: [_turned(Estimate(**e)) for e in halves] for name, halves in value["attacks"].items()}
+    attack = max(leaks, key=lambda name: leaks[name][0].value)
+    accuracy = [Estimate(**e) for e in value["accuracy"]]
+    return Point(
+        setting,
+        accuracy[0],
+        leaks[attack][0],
+        attack,
+        accuracy[1],
+        leaks[attack][1],
+        value["active"],
+        value["seconds"],
+        key,
+    )
+
+
+def _turned(e: Estimate) -> Estimate:
+    """An AUC, turned around if it is below 1/2."""
+    low, high = e.effect
+    return Estimate(0.5 + abs(e.value - 0.5), 0.5 + low, 0.5 + high, e.note)
+
+
+def table(points: Sequence[Point], best: Point | None) -> str:
+    """Every point by leakage, Pareto points marked."""
+    front = pareto(points)
+    width = max(len(str(p.setting)) for p in points) + 2
+    lines = [
+        f"{'':4}{'point':<{width}}{'test accuracy':<24}{'AUC of strongest attack':<24}{'':14}{'active':>8}{'seconds':>9}"
+    ]
+    for p in sorted(points, key=lambda p: p.leak.value):
+        mark = "best" if p is best else " *" if p in front else ""
+        lines.append(
+            f"{mark:<4}{p.setting!s:<{width}}{p.accuracy!s:<24}{p.leak!s:<24}{p.attack:<14}{p.active:>8.0%}{p.seconds:>9.1f}"
+        )
+    lines.append(
+        "* no other point is better in both. 95 % intervals, on the half of the samples that points are chosen by."
+    )
+    if best is not None:
+        lines.append(
+            f"best: {best.setting}; on the other half, which it was not chosen by: test accuracy {best.reported_accuracy}, "
+            f"AUC {best.reported_leak} by {best.attack}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,271 @@
+"""The execution cut, the trunk cache, and retraining from it: the same result, at the speed of the suffix."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pptp
+from defenses import DEFENSES, RelaxLoss
+from pptp.cache import Policy, TrunkCache
+from pptp.cli import main
+from pptp.describe import describe
+from pptp.models import weights_digest
+from pptp.stages import freeze, split_at, stages
+from pptp.suffix import CannotCut, Suffix, run_until
+from pptp.training import fit
+
+
+def suffix_of(model, cut, shape=(3, 32, 32)):
+    parts = stages(model, shape)
+    freeze(split_at(parts, cut)[0])
+    return Suffix(model.eval(), parts, cut, shape)
+
+
+@pytest.mark.parametrize("cut", ["layer1", "layer3", "layer4", "layer4.0", "head"])
+def test_the_suffix_equals_the_whole_model_outputs_and_gradients(model, cut):
+    cut = cut if cut != "layer4.0" else stages(model, (3, 32, 32))[-2].blocks[0].name
+    suffix = suffix_of(model, cut)
+    x, y = torch.randn(5, 3, 32, 32), torch.tensor([0, 1, 2, 3, 0])
+
+    def gradients(answer):
+        model.zero_grad()
+        F.cross_entropy(answer, y).backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    whole, expected = model(x), gradients(model(x))
+    activation = run_until(model, suffix.plan.boundary, x)
+    assert torch.allclose(suffix(activation), whole, atol=1e-6)
+    found = gradients(suffix(activation))
+    assert found.keys() == expected.keys() and all(torch.allclose(found[n], expected[n], atol=1e-6) for n in found)
+    assert torch.allclose(suffix(x), whole, atol=1e-6), "images are taken as well"
+
+
+def test_the_trunk_is_not_run_and_everything_is_put_back(model):
+    suffix = suffix_of(model, "layer4")
+    ran = []
+    for name in ("conv1", "layer1", "layer3", "layer4"):
+        inner = next(m for m in getattr(model, name).modules() if isinstance(m, nn.Conv2d))
+        inner.register_forward_hook(lambda *_, name=name: ran.append(name))
+    activation = run_until(model, suffix.plan.boundary, torch.randn(2, 3, 32, 32))
+    ran.clear()
+    suffix(activation)
+    assert set(ran) == {"layer4"}
+    assert not any("forward" in vars(module) for module in model.modules())
+    with pytest.raises(ValueError, match="neither an input"):
+        suffix(torch.zeros(2, 7))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_deep_copy_runs_its_own_weights(model):
+    suffix = suffix_of(model, "layer4")
+    twin = copy.deepcopy(suffix)
+    with torch.no_grad():
+        twin.fc.weight.zero_()
+        twin.fc.bias.fill_(7.0)
+    activation = run_until(model, suffix.plan.boundary, torch.randn(2, 3, 32, 32))
+    assert (twin(activation) == 7).all() and not (suffix(activation) == 7).any()
+
+
+def test_a_module_that_runs_before_and_after_the_cut_is_skipped_only_before():
+    class Shared(nn.Module):
+        num_classes = 3
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(4, 3)
+            self.act = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            x = self.act(self.one(x))
+            x += 1
+            return self.head(self.act(self.two(x)).mean((2, 3)))
+
+    model = Shared().eval()
+    suffix = suffix_of(model, "two", (3, 8, 8))
+    x = torch.randn(4, 3, 8, 8)
+    activation = run_until(model, suffix.plan.boundary, x).clone()
+    assert torch.allclose(suffix(activation), model(x), atol=1e-6)
+
+
+def test_nothing_before_the_cut_is_refused(model):
+    with pytest.raises(CannotCut, match="nothing before the cut"):
+        Suffix(model, stages(model, (3, 32, 32)), "scratch", (3, 32, 32))
+
+
+# --- the cache -----------------------------------------------------------------------------------
+
+
+def retrained(model, initial, splits, recipe, policy, defense="relaxloss", cut="layer4"):
+    twin = copy.deepcopy(model)
+    made = DEFENSES[defense](**({"alpha": 0.5} if defense == "relaxloss" else {}))
+    result = pptp.retrain(twin, initial, cut, made, splits, recipe, cache=TrunkCache(policy))
+    return twin, result
+
+
+@pytest.fixture
+def trained(model, splits, quick):
+    initial = pptp.snapshot(model)
+    fit(model, splits.members, quick)
+    return model, initial
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_caching_images_as_they_are_changes_nothing(kind, trained, splits, quick):
+    (plain, without), (cached, with_it) = (
+        retrained(*trained, splits, quick, Policy(which)) for which in ("none", kind)
+    )
+    assert "no cache" in without["cache"] and kind in with_it["cache"]
+    for (name, a), b in zip(plain.state_dict().items(), cached.state_dict().values()):
+        assert torch.allclose(a.float(), b.float(), atol=2e-5), name
+    assert with_it["loss"] == pytest.approx(without["loss"], abs=1e-4)
+
+
+def test_half_precision_rounds_a_little(trained, splits, quick):
+    (exact, _), (rounded, _) = (
+        retrained(*trained, splits, quick, Policy("memory", dtype=d)) for d in ("float32", "float16")
+    )
+    gap = max(
+        float((a.float() - b.float()).abs().max())
+        for a, b in zip(exact.state_dict().values(), rounded.state_dict().values())
+    )
+    assert 0 < gap < 0.05
+
+
+def test_views_are_kept_in_turn_and_the_image_itself_is_the_first(trained, splits, quick):
+    model, _ = trained
+    suffix = suffix_of(model, "layer4")
+    cache = TrunkCache(Policy("memory", views=2))
+    _, data, _ = cache.prepare(model, stages(model, (3, 32, 32)), "layer4", splits.for_defense(), augment=True)
+    members = data.members
+    clean = members[0][0]
+    assert torch.allclose(clean, run_until(model, suffix.plan.boundary, splits.members[0][0][None])[0], atol=1e-5)
+    seen = []
+    for epoch in range(4):
+        members.set_epoch(epoch)
+        seen.append(members[0][0])
+    assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3]) and not torch.equal(seen[0], seen[1])
+    members.set_epoch(None)
+    assert torch.equal(members[0][0], clean)
+    recipe = pptp.Recipe(**{**vars(quick), "augment": True})
+    _, fresh = retrained(*trained, splits, recipe, Policy())
+    assert "augmentation is on" in fresh["cache"]
+    _, kept = retrained(*trained, splits, recipe, Policy(views=2))
+    assert "MB in memory" in kept["cache"]
+
+
+def test_one_trunk_is_run_once_for_all_that_share_it(trained, splits, quick, monkeypatch):
+    model, initial = trained
+    filled = []
+    real = pptp.cache.fill
+    monkeypatch.setattr(pptp.cache, "fill", lambda store, *rest: filled.append(len(store)) or real(store, *rest))
+    cache = TrunkCache()
+    for defense in (RelaxLoss(alpha=0.5), RelaxLoss(alpha=0.7), DEFENSES["selena"](k=2, l=1)):
+        pptp.retrain(copy.deepcopy(model), initial, "layer4", defense, splits, quick, cache=cache)
+    assert len(filled) == 2  # members and reference
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.conv1.weight.mul_(1.01)
+    pptp.retrain(other, initial, "layer4", RelaxLoss(alpha=0.5), splits, quick, cache=cache)
+    assert len(filled) == 4, "another trunk says other things"
+
+
+def test_blends_of_images_are_not_made_of_activations(trained, splits, quick):
+    _, result = retrained(*trained, splits, quick, Policy("memory"), "mixup")
+    assert "blends images" in result["cache"]
+
+
+def test_the_budget_decides_where_it_goes():
+    policy = Policy(gigabytes=1)
+    assert [policy.place(n * 2**30) for n in (1, 5, 11)] == ["memory", "disk", "none"]
+    assert Policy("disk").place(1) == "disk"
+    for bad in ({"kind": "tape"}, {"gigabytes": -1}, {"views": -1}, {"dtype": "int8"}):
+        with pytest.raises(pptp.UserError, match="cache"):
+            Policy(**bad)
+
+
+# --- stages, frontier ----------------------------------------------------------------------------
+
+
+def test_stages_are_described_with_their_share_of_the_compute(model, capsys):
+    rows = describe(model, (3, 32, 32))
+    assert sum(row.parameters for row in rows) == sum(p.numel() for p in model.parameters())
+    assert sum(row.compute for row in rows) == pytest.approx(1) and all(0 <= row.compute < 1 for row in rows)
+    assert rows[-1].shape == (4,)
+    assert main(["stages", "test_resnet", "--img-size", "32"]) == 0
+    assert "layer4" in capsys.readouterr().out
+    assert main(["stages", "test_resnet", "--blocks"]) == 0
+    assert main(["stages", "no_such_model"]) == 2
+
+
+SMALL = [
+    "--model", "test_resnet", "--data", "digits", "--limit-classes", "4", "--limit-per-class", "60", "--members", "80", "--reference", "20",
+    "--nonmembers", "80", "--test", "60", "--epochs", "8", "-b", "20", "--opt", "adamw", "--lr", "0.003", "--no-augment",
+]  # fmt: skip
+
+
+def test_a_frontier_retrains_every_point_once_chooses_and_refines(tmp_path, capsys):
+    run = tmp_path / "r"
+    assert main(["train", str(run), *SMALL]) == 0
+    sweep = [
+        "frontier",
+        str(run),
+        "--defense",
+        "relaxloss",
+        "--set",
+        "alpha=0.2,0.8",
+        "--cut",
+        "layer3,layer4",
+        "--epochs",
+        "2",
+    ]
+    capsys.readouterr()
+    assert main([*sweep, "--min-accuracy", "0.1", "--rounds", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "best:" in shown and "alpha=0.4" in shown and "which it was not chosen by" in shown
+    found = pptp.runs.read_json(run / "frontier/relaxloss.json", "")
+    assert (
+        len(found["points"]) == 5
+        and sum(p["best"] for p in found["points"]) == 1
+        and any(p["pareto"] for p in found["points"])
+    )
+    assert (run / "frontier/relaxloss.svg").read_text().startswith("<svg")
+    stamps = {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/point.json")}
+    assert main([*sweep, "--target-auc", "0.01", "--rounds", "0"]) == 0
+    assert "No point fulfils" in capsys.readouterr().out
+    assert stamps == {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/point.json")}
+    assert main([*sweep, "--set", "alpha=9"]) == 2 and "alpha is 9" in capsys.readouterr().err
+
+
+def test_pareto_and_choice():
+    from pptp.frontier import Point, Setting, choose, pareto, refined
+    from pptp.intervals import Estimate
+
+    def point(accuracy, leak, alpha):
+        setting = Setting("relaxloss", (f"alpha={alpha}",), "layer4", "init", pptp.Recipe())
+        of = [Estimate(v, v, v) for v in (accuracy, leak)]
+        return Point(setting, *of, "confidence", *of, 1.0, 1.0)
+
+    a, b, c, d = point(0.7, 0.8, 0.25), point(0.65, 0.6, 0.5), point(0.6, 0.65, 1.0), point(0.5, 0.52, 2.0)
+    assert pareto([a, b, c, d]) == [a, b, d]
+    assert (
+        choose([a, b, c, d], 0.66, None) is b
+        and choose([a, b, c, d], None, 0.55) is b
+        and choose([a, b, c, d], 0.5, None) is None
+    )
+    values = sorted(float(s.settings[0][6:]) for s in refined(b.setting, [p.setting for p in (a, b, c, d)]))
+    assert values == pytest.approx([0.3536, 0.7071], abs=1e-3)
+
+
+def test_weights_do_not_depend_on_who_else_used_the_cache(trained, splits, quick):
+    model, initial = trained
+    alone, shared = TrunkCache(), TrunkCache()
+    pptp.retrain(copy.deepcopy(model), initial, "layer4", RelaxLoss(alpha=0.9), splits, quick, cache=shared)
+    digests = []
+    for cache in (alone, shared):
+        twin = copy.deepcopy(model)
+        pptp.retrain(twin, initial, "layer4", RelaxLoss(alpha=0.5), splits, quick, cache=cache)
+        digests.append(weights_digest(twin))
+    assert digests[0] == digests[1]
