@@ -7,13 +7,13 @@ from pptp.signals import Known, Signals
 
 
 def attack_p(known: Known, query: Signals) -> Tensor:
-    """Share of known non-members of the same class whose loss is higher; of all classes where there is none of its own."""
+    """Share of known non-members of the same class whose loss is higher; of all classes where its own has fewer than 10."""
     outsiders = known.signals[torch.nonzero(~known.members).flatten()]
     ours, theirs = query.log_true, outsiders.log_true
     scores = below(theirs, ours)
     for c in query.labels.unique():
         same = outsiders.labels == c
-        if same.any():
+        if same.sum() >= 10:  # ranks among fewer say more of the class than of the sample
             mine = query.labels == c
             scores[mine] = below(theirs[same], ours[mine])
     return scores

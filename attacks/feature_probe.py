@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pptp.probes import fit_svm
-from pptp.signals import Known, Signals, needs
+from pptp.signals import CannotLearn, Known, Signals, needs
 
 MOST = 5000  # non-members that a probe is fitted on
 
@@ -20,7 +20,7 @@ def feature_probe(known: Known, query: Signals, *, stage: str) -> Tensor:
     outsiders = outsiders[np.sort(np.random.default_rng(0).permutation(len(outsiders))[:MOST])]
     x, y = known.signals.measured[stage].numpy()[outsiders], known.signals.labels.numpy()[outsiders]
     if len(np.unique(y)) < 2:
-        raise ValueError("a probe needs non-members of two classes to learn from")
+        raise CannotLearn("needs known non-members of two classes to learn from")
     svm = fit_svm(x, y, seed=0)
     return margin(svm.decision_function(query.measured[stage].numpy()), svm.classes_, query.labels.numpy())
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pptp.signals import Known, Signals, needs
+from pptp.signals import CannotLearn, Known, Signals, needs
 
 MOST = 20_000  # rows that a network is fitted on
 
@@ -51,8 +51,9 @@ def fitted(x: np.ndarray, members: np.ndarray):
     from sklearn.preprocessing import StandardScaler
 
     if members.all() or not members.any():
-        raise ValueError("a network needs both members and non-members to learn from")
-    classifier = MLPClassifier((64,), early_stopping=True, n_iter_no_change=5, max_iter=60, random_state=0)
+        raise CannotLearn("needs both members and non-members to learn from")
+    enough = len(x) >= 50  # to spare a tenth for knowing when to stop
+    classifier = MLPClassifier((64,), early_stopping=enough, n_iter_no_change=5, max_iter=60, random_state=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # 60 epochs are the budget
         model = make_pipeline(StandardScaler(), classifier).fit(x, members)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,8 @@ from .outputs import read_outputs
 from .plugins import code_of, find, registry
 from .results import against, exposure, in_words, load_evaluation, read_slices, save_evaluation
 from .runs import UNDEFENDED, Run, measured, read_json, write_json
-from .signals import collect, needs_of
+from .signals import Needs, collect, needs_of
+from .splits import digest
 
 ATTACK_CAVEAT = (
     "Score attacks on one model understate what an attacker with reference models can do: see pptp ensemble."
@@ -90,7 +91,7 @@ def evaluate_run(
     asked = {
         "attacks": {name: code_of(attack) for name, attack in attacks.items()},
         "effort": {"queries": effort.queries, "budget": effort.budget},
-        "slices": {name: len(ids) for name, ids in groups.items()},
+        "slices": {name: digest({name: ids}) for name, ids in groups.items()},
     }
     values = {name: _evaluate_one(run, name, attacks, asked, effort, groups, fresh) for name in run.trained_names()}
     evaluations = {name: load_evaluation(run, name) for name in values}
@@ -100,13 +101,13 @@ def evaluate_run(
 
 def _evaluate_one(run: Run, name: str, attacks, asked: dict, effort: Effort, slices: dict, fresh: bool) -> dict:
     target = run.path / "evaluate" / name / "evaluation.json"
-    wants_references = any(needs_of(attack).outside for attack in attacks.values())
+    wants_references = any(needs_of(attack).outside or needs_of(attack).inside for attack in attacks.values())
     references = references_for(run, name) if wants_references else None
     key = {
-        "weights": run.weights_digest(name),
+        "weights": run.model_digest(name),
         "splits": run.splits_digest(),
         **asked,
-        "references": references.source if references else "",
+        "references": references.digest() if references else "",
     }
     if target.exists() and not fresh:
         there = read_json(target, "")
@@ -128,7 +129,8 @@ def _evaluate_one(run: Run, name: str, attacks, asked: dict, effort: Effort, sli
         )[name]
     ids = np.concatenate([members.indices, nonmembers.indices])
     more = {"key": key, "cost": cost, "exposure": exposure(found, ids, slices)}
-    return save_evaluation(run, name, found, ids, more)
+    truth = np.repeat([True, False], [len(members), len(nonmembers)])
+    return save_evaluation(run, name, found, ids, truth, more)
 
 
 def table(evaluations: dict[str, Evaluation]) -> str:
@@ -139,10 +141,9 @@ def table(evaluations: dict[str, Evaluation]) -> str:
     ]
     for name, found in evaluations.items():
         attack, auc = found.strongest
-        tpr = found.attacks[attack].tpr_at(0.01)
-        lines.append(
-            f"{name:<{width}}{found.train_accuracy!s:<22}{found.test_accuracy!s:<22}{f'{auc} {attack}':<42}{tpr}"
-        )
+        tpr = found.attacks[attack].turned.tpr_at(0.01)
+        shown = f"{replace(auc, note='')} {attack}{' inverted' if auc.high < 0.5 else ''}"
+        lines.append(f"{name:<{width}}{found.train_accuracy!s:<22}{found.test_accuracy!s:<22}{shown:<42}{tpr}")
     lines += [f"{name} against {UNDEFENDED}: {in_words(d)}" for name, d in against(evaluations).items()]
     return "\n".join(lines + _footnotes(evaluations))
 
@@ -158,9 +159,16 @@ def _footnotes(evaluations: dict[str, Evaluation]) -> list[str]:
     for source in dict.fromkeys(found.references for found in evaluations.values() if found.references):
         names = ", ".join(name for name, found in evaluations.items() if found.references == source)
         lines.append(f"{names}: attacked with {source}.")
-    skipped = {attack: why for found in evaluations.values() for attack, why in found.skipped.items()}
-    for why in dict.fromkeys(skipped.values()):
-        lines.append(f"Not run: {', '.join(attack for attack in skipped if skipped[attack] == why)} ({why}).")
+    skipped: dict[str, dict[str, list[str]]] = {}
+    for name, found in evaluations.items():
+        for attack, why in found.skipped.items():
+            skipped.setdefault(why, {}).setdefault(attack, []).append(name)
+    for why, attacks in skipped.items():
+        on = {tuple(names) for names in attacks.values()}
+        where = (
+            "" if on == {tuple(evaluations)} else f" on {', '.join(dict.fromkeys(n for names in on for n in names))}"
+        )
+        lines.append(f"Not run{where}: {', '.join(attacks)} ({why}).")
     if not any("reference models" in found.references for found in evaluations.values()):
         lines.append(ATTACK_CAVEAT)
     return lines
@@ -233,6 +241,12 @@ def ensemble_run(
 def audit_run(path: str, delta: float | None = None, attack: str = "confidence") -> dict[str, dict]:
     """`pptp audit`: lower bounds on epsilon for every model, beside what its defense claims."""
     run = Run.open(path)
+    if delta is not None and not 0 <= delta < 1:
+        raise UserError(f"delta is {delta}: it must be at least 0 and below 1")
+    if needs_of(find("attacks", attack)) != Needs():
+        raise UserError(
+            f"an audit thresholds scores of the model's outputs alone: {attack} needs {needs_of(find('attacks', attack))}"
+        )
     results = {}
     for name in run.trained_names():
         claim = _claim(run, name)
@@ -245,7 +259,11 @@ def audit_run(path: str, delta: float | None = None, attack: str = "confidence")
         if canaries is not None:
             said = collect(run.model(name), Part(run.splits.pool, canaries.ids, "canaries")).log_true.numpy()
             bounds.append(canary_bound(said, canaries.included, at))
-        results[name] = {"claim": claim, "bounds": [bound.to_dict() for bound in bounds]}
+        results[name] = {
+            "weights": run.model_digest(name),
+            "claim": claim,
+            "bounds": [bound.to_dict() for bound in bounds],
+        }
         print(f"{name}: {claim.get('scope', 'claims no differential privacy')}")
         for bound in bounds:
             print(f"{name}: {bound}{_refuted(bound.epsilon, claim)}")
@@ -277,7 +295,7 @@ def attack_outputs(path: str, attack_names: Sequence[str] = (), gate: Gate = OPE
     rules = [Rule.parse(text) for text in gate.fail_if]
     signals, members = read_outputs(path)
     usable, skipped = applicable(chosen_attacks(attack_names), signals, members)
-    if attack_names and skipped:
+    if (attack_names and skipped) or not usable:
         raise UserError(f"{path} lacks what was asked for: " + "; ".join(f"{a} {why}" for a, why in skipped.items()))
     right = (signals.logits.argmax(1) == signals.labels).numpy()
     accuracy = [proportion(int(right[rows].sum()), int(rows.sum())) for rows in (members, ~members)]
@@ -287,7 +305,7 @@ def attack_outputs(path: str, attack_names: Sequence[str] = (), gate: Gate = OPE
         else ""
     )
     name = Path(path).stem
-    found = Evaluation(*accuracy, run_attacks(usable, signals, members), skipped, source)
+    found = Evaluation(*accuracy, run_attacks(usable, signals, members, skipped=skipped), skipped, source)
     print(table({name: found}))
     print("Test accuracy is that on the non-members.")
     value = {**found.to_dict(), "exposure": exposure(found, np.arange(len(members)), {})}

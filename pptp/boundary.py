@@ -18,60 +18,66 @@ from .errors import UserError
 BISECTIONS = 8
 NEIGHBOURS = 20
 ROUND = NEIGHBOURS + BISECTIONS + 1  # queries of one round, for each sample
-LEAST = 2 + BISECTIONS + ROUND
+LEAST = 1 + BISECTIONS + ROUND
 
 
 @torch.no_grad()
 def boundary_distances(
-    model: nn.Module, data: Dataset, budget: int = 100, batch_size: int = 64, workers: int = 0, seed: int = 0
+    model: nn.Module,
+    data: Dataset,
+    starts: Tensor,
+    budget: int = 100,
+    batch_size: int = 64,
+    workers: int = 0,
+    seed: int = 0,
 ) -> Tensor:
     """(n,): L2 distance, in units of the normalised input, to the nearest point found of a class other than the label.
 
-    0 where the sample itself is misclassified. At most `budget` queries a sample.
+    starts: (k, channels, h, w) images to start from, the same for every sample, so that a distance depends on nothing but the
+    sample and the model. 0 where the sample itself is misclassified; the distance to the farthest start where none has another
+    class. At most `budget` queries a sample, besides those of the starts.
     """
     if budget < LEAST:
         raise UserError(f"the query budget is {budget}: at least {LEAST} are needed, for one step along the boundary")
     model.eval()
-    generator = torch.Generator().manual_seed(seed)
+    starts = starts.to(next(model.parameters()).device)
+    classes = model(starts).argmax(1)
     found = []
-    for inputs, targets in tqdm(
-        batches(data, model, batch_size, workers),
-        desc=f"boundary, {budget} queries a sample",
-        total=-(-len(data) // batch_size),
-        disable=None,
+    for number, (inputs, targets) in enumerate(
+        tqdm(
+            batches(data, model, batch_size, workers),
+            desc=f"boundary, {budget} queries a sample",
+            total=-(-len(data) // batch_size),
+            disable=None,
+        )
     ):
-        found.append(_of_batch(model, inputs, targets, budget, generator).cpu())
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        found.append(_of_batch(model, inputs, targets, starts, classes, budget, generator).cpu())
     return torch.cat(found)
 
 
-def _of_batch(model: nn.Module, x: Tensor, y: Tensor, budget: int, generator: torch.Generator) -> Tensor:
-    predicted = model(x).argmax(1)
-    right = predicted == y
+def _of_batch(model, x: Tensor, y: Tensor, starts: Tensor, classes: Tensor, budget: int, generator) -> Tensor:
+    right = model(x).argmax(1) == y
     distance = torch.zeros(len(x), device=x.device)
-    if not right.any():
+    apart = torch.cdist(x.flatten(1), starts.flatten(1))  # (n, k)
+    other = classes[None] != y[:, None]
+    none = right & ~other.any(1)
+    distance[none] = apart[none].amax(1) if none.any() else 0.0
+    moving = right & other.any(1)
+    if not moving.any():
         return distance
-    start = _start(x, predicted, right, generator)
-    x, y = x[right], y[right]
+    nearest = apart.masked_fill(~other, float("inf")).argmin(1)
+    x, y, point = x[moving], y[moving], starts[nearest[moving]]
 
     def other_class(points: Tensor) -> Tensor:
         """(k, n) bool for points (k, n, channels, h, w)."""
         return (model(points.flatten(0, 1)).argmax(1) != y.repeat(len(points))).reshape(len(points), -1)
 
-    found = other_class(start[None])[0]  # noise may not be
-    point = _bisect(other_class, x, start)
-    for turn in range(1, 1 + (budget - 2 - BISECTIONS) // ROUND):
+    point = _bisect(other_class, x, point)
+    for turn in range(1, 1 + (budget - 1 - BISECTIONS) // ROUND):
         point = _step(other_class, x, point, turn, generator)
-    distance[right] = torch.where(found, _length(point - x), _length(start - x))
+    distance[moving] = _length(point - x)
     return distance
-
-
-def _start(x: Tensor, predicted: Tensor, right: Tensor, generator: torch.Generator) -> Tensor:
-    """For each sample to be moved, the nearest image of the batch that has another class; noise where all have the same."""
-    apart = torch.cdist(x[right].flatten(1), x.flatten(1))  # (n, batch)
-    apart[predicted[right][:, None] == predicted[None]] = float("inf")
-    nearest, at = apart.min(1)
-    noise = x[right] + 4 * x.std() * torch.randn(x[right].shape, generator=generator).to(x)
-    return torch.where(nearest.isfinite().reshape(-1, *[1] * (x.ndim - 1)), x[at], noise)
 
 
 def _length(x: Tensor) -> Tensor:

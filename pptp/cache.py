@@ -147,9 +147,14 @@ class TrunkCache:
     def _key(self, suffix: Suffix, trunk: Sequence[Stage], data: Dataset, views: int) -> str:
         state = {name: t for part in trunk for name, t in zip(part.parameter_names, part.parameters())}
         state |= {name: t for part in trunk for name, t in zip(part.buffer_names, part.buffers())}
-        pool = id(getattr(data, "pool", data))  # ids mean something within one pool only
+        pool = data
+        while hasattr(pool, "pool"):
+            pool = pool.pool
+        self.pools[id(pool)] = (
+            pool  # sample ids mean something within one pool only; held, so that its id stays its own
+        )
         what = [
-            pool,
+            id(pool),
             weights_digest(state),
             suffix.plan.boundary,
             suffix.input_shape,

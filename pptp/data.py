@@ -108,14 +108,14 @@ class View(Dataset):
 
     def __init__(self, dataset: Dataset, number: int):
         self.dataset, self.number = indexed(dataset), number
-        self.labels = self.dataset.labels
+        self.labels, self.ids = self.dataset.labels, sample_ids(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, position: int):
         x, y, index = self.dataset[position]
-        rng = np.random.default_rng((VIEWS_SEED, self.number, int(index)))
+        rng = np.random.default_rng((VIEWS_SEED, self.number, int(self.ids[position])))
         return crop_and_flip(x, rng), y, index
 
 

@@ -23,8 +23,10 @@ from .data import Part
 from .errors import UserError
 from .localize import localize
 from .measures import References, augmented
+from .models import load_weights, read_weights, weights_digest
+from .plugins import code_of, find
 from .procedures import train_base, train_like
-from .runs import UNDEFENDED, Run, differences, read_json, write_json, write_npz
+from .runs import UNDEFENDED, Run, read_json, write_json, write_npz
 from .signals import collect
 from .splits import TrainingData
 from .training import Monitor
@@ -51,19 +53,23 @@ class Job:
         record = read_json(
             run.folder(self.procedure) / "defense.json", f"pptp retrain {run.path} --name {self.procedure} ..."
         )
-        return {key: record[key] for key in ("defense", "set", "cut", "rewind", "recipe")}
+        return {
+            key: record[key] for key in ("defense", "set", "cut", "rewind", "recipe", "code", "views") if key in record
+        }
 
     def key(self, run: Run) -> str:
         """Hash of everything that makes the model: not of where it is, nor of how many processes made it."""
-        made = run.experiment.to_dict()
-        for name in ("keep_epochs", "half_checkpoint", "full_checkpoint"):
+        made, plan, start = run.experiment.to_dict(), self.plan(run), run.experiment.initial_checkpoint
+        for name in ("keep_epochs", "half_checkpoint", "full_checkpoint", "initial_checkpoint"):
             made.pop(name)
-        for recipe in (made["recipe"], (self.plan(run) or {}).get("recipe", {})):
+        for recipe in (made["recipe"], (plan or {}).get("recipe", {})):
             for name in ("workers", "device"):
                 recipe.pop(name, None)
         own = {name: value for name, value in asdict(self).items() if name != "run"}
-        record = read_json(run.path / "run.json", "")
-        what = [made, self.plan(run), own, record["data"], run.splits_digest()]
+        data = read_json(run.path / "run.json", "")["data"]
+        procedure = run.experiment.procedure
+        code = code_of(find("defenses", procedure)) if ":" in procedure else ""
+        what = [made, plan, own, data, run.splits_digest(), code, weights_digest(read_weights(start)) if start else ""]
         return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def folder(self, run: Run) -> Path:
@@ -114,6 +120,8 @@ def train_reference(config: Mapping, folder: str | Path) -> Path:
     mine = ids[half_mask(job.index, len(ids), job.seed)]
     seed = run.experiment.recipe.seed + 7919 * (job.index + 1)
     model = run.fresh_model(seed)
+    if run.experiment.initial_checkpoint:  # where the target started, too
+        load_weights(model, read_weights(run.experiment.initial_checkpoint), run.experiment.initial_checkpoint)
     data = TrainingData(Part(run.splits.pool, mine, f"reference {job.index}"), run.splits.reference)
     workers = run.experiment.recipe.workers
     recording = [RecordOutputs(run.splits.pool, folder, job.epochs, workers)] if job.epochs else []
@@ -187,29 +195,27 @@ def _in_processes(work: Mapping[int, tuple], processes: int, say) -> None:
 
 
 def record_ensemble(jobs: Sequence[Job], run: Run) -> None:
-    """ensemble.json: which jobs belong together; never fewer than before."""
+    """ensemble.json: which jobs belong together, for every kind of ensemble that was asked for."""
     path = home(run, jobs[0].procedure) / "ensemble.json"
-    template = {name: value for name, value in asdict(jobs[0]).items() if name not in ("run", "index")}
-    models = len(jobs)
-    if path.exists():
-        there = read_json(path, "")
-        if not differences(there["job"], template):
-            models = max(models, there["models"])
-    write_json(path, {"job": template, "models": models})
+    template = json.loads(json.dumps({n: v for n, v in asdict(jobs[0]).items() if n not in ("run", "index")}))
+    there = read_json(path, "")["ensembles"] if path.exists() else []
+    models = max([len(jobs), *(entry["models"] for entry in there if entry["job"] == template)])
+    others = [entry for entry in there if entry["job"] != template]
+    write_json(path, {"ensembles": [*others, {"job": template, "models": models}]})
 
 
 def ready_jobs(run: Run, procedure: str) -> list[Job]:
-    """Jobs of the recorded ensemble whose outputs are there, for the models and data as they are now."""
+    """Of the recorded ensembles the one with most outputs there (the last of equals), for models and data as they are now."""
     path = home(run, procedure) / "ensemble.json"
-    if not path.exists():
-        return []
-    record = read_json(path, "")
-    settings = {**record["job"], "epochs": tuple(record["job"]["epochs"])}
-    jobs = [Job(run=str(run.path), index=index, **settings) for index in range(record["models"])]
-    done = [job for job in jobs if (job.folder(run) / "outputs.npz").exists()]
-    pairs = {job.index // 2 for job in done}
-    whole = {pair for pair in pairs if sum(job.index // 2 == pair for job in done) == 2}
-    return [job for job in done if job.index // 2 in whole]  # a lone half would unbalance the mask
+    entries = read_json(path, "")["ensembles"] if path.exists() else []
+    return max((_ready(run, entry) for entry in reversed(entries)), key=len, default=[])
+
+
+def _ready(run: Run, entry: Mapping) -> list[Job]:
+    settings = {**entry["job"], "epochs": tuple(entry["job"]["epochs"])}
+    jobs = [Job(run=str(run.path), index=index, **settings) for index in range(entry["models"])]
+    done = {job.index for job in jobs if (job.folder(run) / "outputs.npz").exists()}
+    return [job for job in jobs if {job.index, job.index ^ 1} <= done]  # a lone half would unbalance the mask
 
 
 def load_references(run: Run, procedure: str) -> References | None:

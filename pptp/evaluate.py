@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 from .data import sample_ids
 from .errors import UserError
 from .intervals import Estimate, auc, auc_difference, proportion, rate_difference, tpr_at
-from .measures import Effort, References, measure, with_references
-from .signals import Known, Needs, Signals, join, needs_of
+from .measures import Effort, References, measure, starting_images, with_references
+from .signals import CannotLearn, Known, Needs, Signals, join, needs_of
 from .stages import Stage
 
 FPRS = (0.01, 0.001)
@@ -53,13 +53,19 @@ def _direction(scores: np.ndarray, members: np.ndarray) -> int:
     return -1 if best_threshold(-scores, members)[1] > best_threshold(scores, members)[1] else 1
 
 
-def fold_of(members: np.ndarray, folds: int, seed: int) -> np.ndarray:
-    """A fold for each sample, members and non-members dealt evenly."""
+def fold_of(members: np.ndarray, folds: int, seed: int, labels: np.ndarray | None = None) -> np.ndarray:
+    """A fold for each sample, members and non-members dealt evenly, within each class too.
+
+    Without the classes, holding a sample out would make its own class rarer among what an attack learns from, and that
+    alone would tell members of balanced splits from non-members.
+    """
     fold = np.empty(len(members), dtype=int)
     rng = np.random.default_rng(seed)
     for kind in (True, False):
-        mine = np.flatnonzero(members == kind)
-        fold[rng.permutation(mine)] = np.arange(len(mine)) % folds
+        mine = rng.permutation(np.flatnonzero(members == kind))
+        if labels is not None:
+            mine = mine[np.argsort(labels[mine], kind="stable")]
+        fold[mine] = np.arange(len(mine)) % folds
     return fold
 
 
@@ -108,6 +114,11 @@ class MembershipScores:
         a = self.advantage
         return Estimate((1 + a.value) / 2, (1 + a.low) / 2, (1 + a.high) / 2, a.note)
 
+    @property
+    def turned(self) -> MembershipScores:
+        """Turned around if low scores mark members, as the attacker would."""
+        return self if self.auc.value >= 0.5 else replace(self, scores=-self.scores)
+
     def advantage_at(self, confidence: float) -> Estimate:
         return self._advantage(self._guess(), confidence)
 
@@ -120,7 +131,7 @@ class MembershipScores:
 
     def _guess(self, per_class: bool = False) -> np.ndarray:
         """Member or not, for each sample, by direction and thresholds from the other folds. (n,) bool"""
-        fold = fold_of(self.members, self.folds, self.seed)
+        fold = fold_of(self.members, self.folds, self.seed, self.labels)
         guessed = np.zeros(len(self.scores), dtype=bool)
         for k in range(self.folds):
             fit, judge = fold != k, fold == k
@@ -227,40 +238,63 @@ def applicable(
     for name, attack in attacks.items():
         rows = needs_of(attack).rows(signals)
         if min((rows & members).sum(), (rows & ~members).sum()) < folds:
-            skipped[name] = f"needs {needs_of(attack)}"
+            wanted = str(needs_of(attack)) if min(members.sum(), (~members).sum()) >= folds else ""
+            skipped[name] = f"needs {wanted or f'at least {folds} members and {folds} non-members'}"
         else:
             usable[name] = attack
     return expanded(usable, signals), skipped
 
 
 def run_attacks(
-    attacks: Mapping[str, Attack], signals: Signals, members: np.ndarray, folds: int = 5, seed: int = 0
+    attacks: Mapping[str, Attack],
+    signals: Signals,
+    members: np.ndarray,
+    folds: int = 5,
+    seed: int = 0,
+    skipped: dict[str, str] | None = None,
 ) -> dict[str, MembershipScores]:
-    """Score every sample that has what an attack needs, with attacks that learnt from the other folds only."""
+    """Score every sample that has what an attack needs, with attacks that learnt from the other folds only.
+
+    skipped: gets the reasons of attacks that find too little to learn from; without it they are refused.
+    """
     results = {}
     for name, attack in expanded(attacks, signals).items():
-        rows = np.flatnonzero(needs_of(attack).rows(signals))
-        mine, truth = (signals if len(rows) == len(signals) else signals[torch.as_tensor(rows)]), members[rows]
-        if not truth.any() or truth.all():
-            raise UserError(f"attack {name!r} needs {needs_of(attack)}, for members and non-members")
-        fold = fold_of(truth, folds, seed)
-        scores = np.empty(len(rows))
-        for k in np.unique(fold):
-            known_rows, query_rows = np.flatnonzero(fold != k), np.flatnonzero(fold == k)
-            known = Known(mine[torch.as_tensor(known_rows)], torch.as_tensor(truth[known_rows]))
-            found = _asked(name, attack, known, mine[torch.as_tensor(query_rows)])
-            if found.shape != (len(query_rows),):
-                raise UserError(f"attack {name!r} returned {tuple(found.shape)} scores for {len(query_rows)} samples")
-            if not torch.isfinite(found).all():
-                raise UserError(f"attack {name!r} gave a score that is not finite: no sample can be ranked by it")
-            scores[query_rows] = found.detach().cpu().double().numpy()
-        results[name] = MembershipScores(scores, truth, mine.labels.numpy(), folds, seed, rows)
+        try:
+            results[name] = _run_one(name, attack, signals, members, folds, seed)
+        except CannotLearn as error:
+            if skipped is None:
+                raise UserError(f"attack {name!r} cannot be run: it {error}") from error
+            skipped[name] = str(error)
     return results
+
+
+def _run_one(
+    name: str, attack: Attack, signals: Signals, members: np.ndarray, folds: int, seed: int
+) -> MembershipScores:
+    rows = np.flatnonzero(needs_of(attack).rows(signals))
+    mine, truth = (signals if len(rows) == len(signals) else signals[torch.as_tensor(rows)]), members[rows]
+    if not truth.any() or truth.all():
+        raise UserError(f"attack {name!r} needs {needs_of(attack)}, for members and non-members")
+    fold = fold_of(truth, folds, seed, mine.labels.numpy())
+    scores = np.empty(len(rows))
+    shuffled = np.random.default_rng(seed).permutation(len(rows))  # else the order would tell who is a member
+    for k in np.unique(fold):
+        known_rows, query_rows = shuffled[fold[shuffled] != k], shuffled[fold[shuffled] == k]
+        known = Known(mine[torch.as_tensor(known_rows)], torch.as_tensor(truth[known_rows]))
+        found = _asked(name, attack, known, mine[torch.as_tensor(query_rows)])
+        if found.shape != (len(query_rows),):
+            raise UserError(f"attack {name!r} returned {tuple(found.shape)} scores for {len(query_rows)} samples")
+        if not torch.isfinite(found).all():
+            raise UserError(f"attack {name!r} gave a score that is not finite: no sample can be ranked by it")
+        scores[query_rows] = found.detach().cpu().double().numpy()
+    return MembershipScores(scores, truth, mine.labels.numpy(), folds, seed, rows)
 
 
 def _asked(name: str, attack: Attack, known: Known, query: Signals) -> Tensor:
     try:
         return torch.as_tensor(attack(known, query))
+    except CannotLearn:
+        raise
     except (TypeError, ValueError) as error:
         raise UserError(
             f"attack {name!r} failed ({error}): it must be a function (known, query) -> scores, one a sample"
@@ -295,19 +329,24 @@ def evaluate(
     if references is not None and references.augmented is not None:
         wanted.append(Needs(augmented=True))
     ids = np.concatenate([sample_ids(members), sample_ids(nonmembers)])
+    if any(need.measured == "boundary" for need in wanted):
+        starts = starting_images(nonmembers if test is None else test)
+    else:
+        starts = None
     results = {}
     for name, model in models.items():
-        inside, outside = (measure(model, part, wanted, effort, parts) for part in (members, nonmembers))
+        inside, outside = (measure(model, part, wanted, effort, parts, starts) for part in (members, nonmembers))
         truth = np.repeat([True, False], [len(inside), len(outside)])
         unseen = outside if test is None else measure(model, test, (), effort)
         signals = with_references(join(inside, outside), ids, references)
         usable, skipped = applicable(attacks, signals, truth)
         if not usable:
             raise UserError(f"no attack can run: {'; '.join(f'{a} {why}' for a, why in skipped.items())}")
+        found = run_attacks(usable, signals, truth, seed=seed, skipped=skipped)
         results[name] = Evaluation(
             _accuracy(inside),
             _accuracy(unseen),
-            run_attacks(usable, signals, truth, seed=seed),
+            found,
             skipped,
             references.source if references is not None else "",
         )

@@ -20,7 +20,7 @@ def per_class(scores: MembershipScores) -> list[dict]:
 def per_slice(scores: MembershipScores, ids: np.ndarray, slices: Mapping[str, np.ndarray]) -> list[dict]:
     """AUC within each slice, given as sample ids; slices may overlap."""
     for name, wanted in slices.items():
-        if not np.isin(ids[scores.rows], wanted).any():
+        if not np.isin(ids, wanted).any():
             raise UserError(
                 f"slice {name!r} has none of the attacked samples: give sample ids of members and non-members"
             )
@@ -43,7 +43,8 @@ def most_exposed(scores: MembershipScores, ids: np.ndarray, k: int = 20) -> dict
     fpr = (1 + non-members that score as high) / (1 + non-members). "precision" says how many of the k highest scores of all are
     members at all: what a list like this is worth.
     """
-    order = np.argsort(-scores.scores, kind="stable")
+    shuffled = np.random.default_rng(0).permutation(len(scores.scores))  # ties must not fall in the members' favour
+    order = shuffled[np.argsort(-scores.scores[shuffled], kind="stable")]
     members = [row for row in order if scores.members[row]][:k]
     outsiders = np.sort(scores.scores[~scores.members])
     higher = len(outsiders) - np.searchsorted(outsiders, scores.scores[members], side="left")

@@ -134,7 +134,7 @@ class Sweep:
         self.run, self.cache = run, cache or TrunkCache()
         self.base = run.model(UNDEFENDED)
         self.parts = run.parts(self.base)
-        self.digest = run.weights_digest(UNDEFENDED)
+        self.digest = run.model_digest(UNDEFENDED)
         self.references = references_for(run, UNDEFENDED)
         self.folder = run.path / "frontier"
 

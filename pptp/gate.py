@@ -14,8 +14,7 @@ from .intervals import Estimate
 LEAKS = ("auc", "advantage", "balanced_accuracy")
 UTILITIES = ("test_accuracy", "train_accuracy")
 RULE = re.compile(
-    r"^\s*(?:(?P<model>[\w.-]+):)?(?:(?P<attack>[\w/:-]+)\.)?"
-    r"(?P<metric>auc|advantage|balanced_accuracy|test_accuracy|train_accuracy|tpr@(?P<fpr>[0-9.eE-]+))\s*"
+    r"^\s*(?P<who>.*?)(?P<metric>auc|advantage|balanced_accuracy|test_accuracy|train_accuracy|tpr@(?P<fpr>[0-9.eE-]+))\s*"
     r"(?P<sign>[<>])\s*(?P<bound>[0-9.eE-]+)\s*$"
 )
 
@@ -28,15 +27,14 @@ class Rule:
     metric: str
     sign: str
     bound: float
-    model: str = ""
-    attack: str = ""
+    who: str = ""  # "", "MODEL:", "ATTACK." or "MODEL:ATTACK."
     fpr: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Rule:
         found = RULE.match(text)
         try:
-            if not found:
+            if not found or (found["who"] and found["who"][-1] not in ":."):
                 raise ValueError
             bound, fpr = float(found["bound"]), float(found["fpr"] or 0)
         except ValueError:
@@ -44,13 +42,31 @@ class Rule:
                 f"{text!r} is not a rule: write auc>0.6, tpr@0.01>0.03, advantage>0.2 or test_accuracy<0.7, "
                 "with model: before it for one model, attack. for one attack"
             ) from None
-        if found["attack"] and found["metric"] in UTILITIES:
+        if found["who"].endswith(".") and found["metric"] in UTILITIES:
             raise UserError(f"{text!r} names an attack, but {found['metric']} has nothing to do with attacks")
         if found["fpr"] and not 0 < fpr < 1:
             raise UserError(f"{text!r} asks for a false-positive rate of {fpr}: it must lie between 0 and 1")
-        return cls(
-            text.strip(), found["metric"], found["sign"], bound, found["model"] or "", found["attack"] or "", fpr
-        )
+        return cls(text.strip(), found["metric"], found["sign"], bound, found["who"], fpr)
+
+    def target(self, scores: Mapping[str, Mapping[str, object]]) -> tuple[str, str]:
+        """(model, attack) that it names, "" for all; names may hold dots and colons, so those that exist decide."""
+        name = self.who[:-1]
+        if not name:
+            return "", ""
+        if self.who.endswith(":"):
+            model, attack = name, ""
+        elif any(name in attacks for attacks in scores.values()):
+            model, attack = "", name
+        else:
+            model, _, attack = name.partition(":") if ":" in name else ("", "", name)
+        if model and model not in scores:
+            raise UserError(f"{self.text!r} speaks of {model!r}, which is not among {', '.join(scores)}")
+        for attacks in [scores[model]] if model else scores.values():
+            if attack and attack not in attacks:
+                raise UserError(
+                    f"{self.text!r} speaks of the attack {attack!r}, which is not among {', '.join(attacks)}"
+                )
+        return model, attack
 
 
 @dataclass(frozen=True)
@@ -85,24 +101,21 @@ def judge(
     """Every rule on every model it speaks of. scores: model -> attack -> scores; utility: model -> metric -> estimate."""
     verdicts = []
     for rule in rules:
-        if rule.model and rule.model not in scores:
-            raise UserError(f"{rule.text!r} speaks of {rule.model!r}, which is not among {', '.join(scores)}")
-        for model in [rule.model] if rule.model else scores:
+        named, attack = rule.target(scores)
+        for model in [named] if named else scores:
             if rule.metric in UTILITIES:
                 if rule.metric not in utility.get(model, {}):
                     raise UserError(f"{rule.text!r} needs {rule.metric}, which is not known of {model}")
                 estimate = utility[model][rule.metric]
                 verdicts.append(Verdict(model, rule, _status(rule, estimate), estimate))
             else:
-                verdicts.append(_leak(rule, model, scores[model]))
+                verdicts.append(_leak(rule, model, scores[model], attack))
     return verdicts
 
 
-def _leak(rule: Rule, model: str, attacks: Mapping[str, MembershipScores]) -> Verdict:
+def _leak(rule: Rule, model: str, attacks: Mapping[str, MembershipScores], attack: str) -> Verdict:
     """By the named attack, or by all of them with intervals corrected for their number: one that violates is enough."""
-    if rule.attack and rule.attack not in attacks:
-        raise UserError(f"{rule.text!r} speaks of the attack {rule.attack!r}, which is not among {', '.join(attacks)}")
-    names = [rule.attack] if rule.attack else list(attacks)
+    names = [attack] if attack else list(attacks)
     found = {name: _estimate(rule, attacks[name], 1 - 0.05 / len(names)) for name in names}
     sign = 1 if rule.sign == ">" else -1
     worst = max(names, key=lambda name: (_status(rule, found[name]) == "violated", sign * found[name].value))
@@ -117,8 +130,9 @@ def _estimate(rule: Rule, scores: MembershipScores, confidence: float) -> Estima
         found = scores.auc_at(confidence)
         low, high = found.effect
         return replace(found, value=0.5 + abs(found.value - 0.5), low=0.5 + low, high=0.5 + high)
-    if rule.fpr:
-        return scores.tpr_at(rule.fpr, confidence)
+    if rule.fpr:  # either way round, each with half of the error
+        ways = (scores, replace(scores, scores=-scores.scores))
+        return max((way.tpr_at(rule.fpr, (1 + confidence) / 2) for way in ways), key=lambda e: (e.low, e.value))
     found = scores.advantage_at(confidence)
     if rule.metric == "advantage":
         return found

@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.data import Dataset
 
 from .data import batches
-from .stages import Stage
+from .stages import Stage, bare
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 INPUT = "input"
@@ -50,14 +50,15 @@ def squared_norms(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Te
     inputs = inputs.detach().clone().requires_grad_()
     try:
         model.requires_grad_(False)  # no weight gradient is formed: they follow from what passes by
-        with _tapped(model) as taps:
+        with bare(model), _tapped(model) as taps:
             F.cross_entropy(model(inputs), targets, reduction="sum").backward()
         for module, (name, passes) in taps.items():
             if len(passes) == 1 and all(t is not None and len(t) == len(targets) for t in passes[0]):  # not of windows
                 squares |= {f"{name}.{key}" if name else key: s for key, s in _of_module(module, *passes[0]).items()}
         left = [name for name, _ in model.named_parameters() if name not in squares]
         if left:
-            squares |= _one_by_one(model, inputs.detach(), targets, left)
+            with bare(model):
+                squares |= _one_by_one(model, inputs.detach(), targets, left)
     finally:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(wanted[name])

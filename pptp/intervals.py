@@ -39,8 +39,8 @@ def auc(positive: np.ndarray, negative: np.ndarray, confidence: float = 0.95) ->
     """P(positive > negative) + P(tie)/2 with DeLong's interval (DeLong et al. 1988).
 
     With midranks R over both samples (r within one): V10 = (R - r)/n_neg, V01 = 1 - (R - r)/n_pos, and
-    var = var(V10)/n_pos + var(V01)/n_neg. Where the two samples do not overlap at all the variance is 0
-    and says nothing: Newcombe's score interval (2006, method 5) is used instead.
+    var = var(V10)/n_pos + var(V01)/n_neg. Where one of the two terms is 0 (no overlap on that side) it says nothing, and
+    Newcombe's score interval (2006, method 5) is used as well. Scores of two values are a difference of two rates.
     """
     positive, negative = np.asarray(positive, float), np.asarray(negative, float)
     m, n = len(positive), len(negative)
@@ -51,11 +51,17 @@ def auc(positive: np.ndarray, negative: np.ndarray, confidence: float = 0.95) ->
     v10, v01 = _placements(positive, negative)
     value = float(v10.mean())
     z = stats.norm.ppf(0.5 + confidence / 2)
-    variance = (v10.var(ddof=1) / m if m > 1 else 0) + (v01.var(ddof=1) / n if n > 1 else 0)
-    if variance < 1e-12:
-        low, high = _auc_score_interval(value, m, n, z)
+    if len(np.unique(np.concatenate([positive, negative]))) <= 2:  # right or wrong, say: a difference of two rates
+        top = max(positive.max(), negative.max())
+        gap = rate_difference(int((positive == top).sum()), m, int((negative == top).sum()), n, confidence)
+        low, high = 0.5 + gap.low / 2, 0.5 + gap.high / 2
     else:
-        low, high = value - z * variance**0.5, value + z * variance**0.5
+        parts = (v10.var(ddof=1) / m if m > 1 else 0.0), (v01.var(ddof=1) / n if n > 1 else 0.0)
+        half = z * sum(parts) ** 0.5
+        low, high = value - half, value + half
+        if min(parts) < 1e-12:  # nothing was seen to vary on one side: that is no certainty
+            wide = _auc_score_interval(value, m, n, z)
+            low, high = min(low, wide[0]), max(high, wide[1])
     return Estimate(value, max(0.0, float(low)), min(1.0, float(high)), TOO_FEW if min(m, n) < 10 else "")
 
 

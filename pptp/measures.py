@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -29,8 +30,20 @@ class References:
     augmented: Tensor | None = None  # (m, q, n, classes), on the views that `augmented` makes
     source: str = ""  # where they come from, in words
 
+    def digest(self) -> str:
+        """Short hash of what they say and of whom they know."""
+        h = hashlib.sha256()
+        for tensor in (self.logits, self.members, self.augmented):
+            if tensor is not None:
+                h.update(tensor.contiguous().numpy().tobytes())
+        return h.hexdigest()[:16]
+
     def of(self, wanted: np.ndarray) -> Tensor:
         """Columns of the wanted sample ids."""
+        if len(np.unique(wanted)) != len(wanted):
+            raise UserError(
+                "members and non-members share sample ids: give parts of one data set, so that reference outputs can be told apart"
+            )
         order = np.argsort(self.ids, kind="stable")
         at = np.searchsorted(self.ids[order], wanted)
         if len(self.ids) == 0 or (self.ids[order[np.minimum(at, len(order) - 1)]] != wanted).any():
@@ -52,11 +65,30 @@ class Effort:
     batch_size: int = 256
     workers: int = 0
 
+    def __post_init__(self):
+        if self.queries < 1:
+            raise UserError(f"queries is {self.queries}: it must be at least 1")
+
+
+STARTS = 200  # images that the search for the boundary starts from
+
+
+def starting_images(data: Dataset) -> Tensor:
+    """(k, channels, h, w): a seeded choice, the same for all samples that are measured."""
+    data = indexed(data)
+    rows = np.random.default_rng(0).permutation(len(data))[:STARTS]
+    return torch.stack([data[int(row)][0] for row in rows])
+
 
 def measure(
-    model: nn.Module, data: Dataset, wanted: Sequence[Needs], effort: Effort, parts: Sequence[Stage] | None = None
+    model: nn.Module,
+    data: Dataset,
+    wanted: Sequence[Needs],
+    effort: Effort,
+    parts: Sequence[Stage] | None = None,
+    starts: Tensor | None = None,
 ) -> Signals:
-    """Outputs on `data`, and whatever else the wanted attacks look at."""
+    """Outputs on `data`, and whatever else the wanted attacks look at; starts: as in `boundary_distances`."""
     signals = collect(model, data, effort.batch_size, effort.workers)
     kinds = {need.measured for need in wanted}
     if any(need.augmented for need in wanted):
@@ -72,8 +104,9 @@ def measure(
         features, _ = pooled_features(model, parts, data, effort.batch_size, effort.workers)
         measured |= {f"feature/{name}": torch.from_numpy(values) for name, values in features.items()}
     if "boundary" in kinds:
+        starts = starting_images(data) if starts is None else starts
         measured["boundary"] = boundary_distances(
-            model, data, effort.budget, min(64, effort.batch_size), effort.workers
+            model, data, starts, effort.budget, min(64, effort.batch_size), effort.workers
         )
     return replace(signals, measured=measured)
 

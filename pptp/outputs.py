@@ -20,7 +20,7 @@ def read_outputs(path: str | Path) -> tuple[Signals, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as saved:
             arrays = {name: saved[name] for name in saved.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"cannot read {path}: it must be an .npz with {NEEDED} ({error})") from error
     for name in ("labels", "members"):
         if name not in arrays:
@@ -59,6 +59,10 @@ def _truth(values: np.ndarray, name: str, path) -> np.ndarray:
 
 def _logits(arrays: dict, prefix: str, path) -> torch.Tensor | None:
     """Logits as they are, or the logs of probabilities, which serve as logits."""
+    for name in (f"{prefix}logits", f"{prefix}probabilities"):
+        found = arrays.get(name)
+        if found is not None and (not np.issubdtype(found.dtype, np.number) or found.ndim != (3 if prefix else 2)):
+            raise UserError(f"{name} of {path} is {found.dtype} of shape {found.shape}: it must be numbers, {NEEDED}")
     if f"{prefix}logits" in arrays:
         return torch.from_numpy(arrays[f"{prefix}logits"].astype(np.float64))
     name = f"{prefix}probabilities"

@@ -67,6 +67,7 @@ def partition(model: nn.Module, input_size: tuple[int, ...]) -> list[Group]:
 def _probe_copy(model: nn.Module) -> nn.Module:
     """A copy to trace, in float64 and with no zero scale left (BatchNorm gamma, LayerScale): zeros hide data flow."""
     probe = copy.deepcopy(model).cpu().double().eval().requires_grad_(False)
+    probe._forward_hooks.clear()  # a defense may run the model again to change its output
     generator = torch.Generator().manual_seed(1)
     for parameter in probe.parameters():
         if parameter.ndim <= 1 or not parameter.any():

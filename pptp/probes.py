@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from .data import Part, batches, indexed
 from .intervals import Estimate, proportion, rate_difference
-from .stages import Stage, watch
+from .stages import Stage, bare, watch
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def pooled_features(model: nn.Module, parts: Sequence[Stage], data: Dataset, bat
             features = features.mean(1)
         kept[name].append(features.flatten(1).float().cpu().numpy())
 
-    with watch([p.on(model) for p in parts], pool):
+    with bare(model), watch([p.on(model) for p in parts], pool):
         for inputs, targets in batches(data, model, batch_size, workers):
             model(inputs)
             labels.append(targets.cpu().numpy())

@@ -65,9 +65,17 @@ def gather(run: Run) -> dict:
         "steps": _steps(run, sizes, risk, retrained),
         "costs": _costs(run, risk, retrained, evaluations),
         "caveats": _caveats(run, retrained, missing, loaded),
-        "audit": read_json(run.path / "audit.json", "") if (run.path / "audit.json").exists() else {},
+        "audit": _audit(run),
         "versions": record["versions"],
     }
+
+
+def _audit(run: Run) -> dict:
+    """Bounds of the models as they are now."""
+    path = run.path / "audit.json"
+    found = read_json(path, "") if path.exists() else {}
+    names = run.trained_names()
+    return {name: row for name, row in found.items() if name in names and row["weights"] == run.model_digest(name)}
 
 
 def _data_name(run: Run) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -15,16 +16,16 @@ from .intervals import Estimate
 from .runs import UNDEFENDED, Run, read_json, write_json, write_npz
 
 
-def save_evaluation(run: Run, name: str, found: Evaluation, ids: np.ndarray, more: Mapping) -> dict:
-    """evaluation.json and scores.npz; ids: sample ids of the attacked samples, members first."""
+def save_evaluation(
+    run: Run, name: str, found: Evaluation, ids: np.ndarray, members: np.ndarray, more: Mapping
+) -> dict:
+    """evaluation.json and scores.npz; ids: sample ids of the attacked samples, members: (n,) bool."""
     folder = run.path / "evaluate" / name
     arrays = {"ids": ids}
     for attack, scores in found.attacks.items():
         arrays |= {f"score/{attack}": scores.scores, f"rows/{attack}": scores.rows}
-    widest = max(found.attacks.values(), key=lambda scores: len(scores.rows))
-    if len(widest.rows) != len(ids):
-        raise UserError("no attack scored every sample: run at least one that needs no reference models")
-    write_npz(folder / "scores.npz", {**arrays, "members": widest.members, "labels": widest.labels})
+    labels = run.splits.pool.labels[ids]
+    write_npz(folder / "scores.npz", {**arrays, "members": members, "labels": labels})
     value = {**found.to_dict(), **more}
     write_json(folder / "evaluation.json", value)
     return value
@@ -82,7 +83,7 @@ def read_slices(path: str | Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as saved:
             return {name: saved[name].astype(np.int64) for name in saved.files}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, EOFError, BadZipFile) as error:
         raise UserError(
             f"cannot read slices from {path}: it must be an .npz of named arrays of sample ids ({error})"
         ) from error

@@ -256,8 +256,15 @@ class Run:
     def risk(self) -> dict:
         return read_json(self.path / "risk.json", f"pptp localize {self.path}")
 
-    def weights_digest(self, name: str) -> str:
-        return models.weights_digest(models.read_weights(self.folder(name) / "last.safetensors"))
+    def model_digest(self, name: str) -> str:
+        """Hash of the weights, and of the defense that may act in the outputs besides."""
+        weights = models.weights_digest(models.read_weights(self.folder(name) / "last.safetensors"))
+        record = self.folder(name) / "defense.json"
+        if not record.exists():
+            return weights
+        made = read_json(record, "")
+        plan = [weights, *(made.get(key) for key in ("defense", "set", "cut", "code"))]
+        return hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]
 
     def evaluations(self) -> tuple[dict[str, dict], list[str]]:
         """Evaluations of the models as they are now, and the names of models that were not evaluated since they changed."""
@@ -265,7 +272,7 @@ class Run:
         for name in self.trained_names():
             target = self.path / "evaluate" / name / "evaluation.json"
             found = read_json(target, "") if target.exists() else {"key": {}}
-            now = {"weights": self.weights_digest(name), "splits": self.splits_digest()}
+            now = {"weights": self.model_digest(name), "splits": self.splits_digest()}
             if {part: found["key"].get(part) for part in now} == now:
                 current[name] = found
             else:

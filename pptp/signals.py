@@ -124,6 +124,10 @@ class Known:
     members: Tensor  # (n,) bool
 
 
+class CannotLearn(ValueError):
+    """An attack finds too little among the known samples to learn from."""
+
+
 @dataclass(frozen=True)
 class Needs:
     """What an attack looks at besides the outputs of the model."""

@@ -155,6 +155,16 @@ def watch(parts: Sequence[Stage], see: Callable[[str, Tensor], None]):
             handle.remove()
 
 
+@contextmanager
+def bare(model: nn.Module):
+    """Without hooks on the whole model: who reads weights or features is not stopped by what a defense does to the output."""
+    hooks, model._forward_hooks = model._forward_hooks, type(model._forward_hooks)()
+    try:
+        yield
+    finally:
+        model._forward_hooks = hooks
+
+
 def _default_input_size(model: nn.Module) -> tuple[int, ...]:
     config = getattr(model, "pretrained_cfg", None) or {}
     if not config.get("input_size"):

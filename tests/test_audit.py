@@ -99,6 +99,38 @@ def test_fitted_attacks_find_nothing_when_there_is_nothing(name):
     assert abs(np.mean(found) - 0.5) < 3 * 0.046 / 12**0.5
 
 
+@pytest.mark.parametrize("name", ["network", "feature_probe"])
+def test_balanced_classes_do_not_look_like_a_leak(name):
+    """Holding a sample out must not make its class rarer among what the attack learns from."""
+    rng, found = np.random.default_rng(0), []
+    labels = torch.from_numpy(np.repeat(np.arange(100), 10))
+    members = np.tile([True, False], 500)
+    for _ in range(3):
+        features = {"feature/a": torch.from_numpy(rng.normal(size=(1000, 6))).float()}
+        signals = pptp.Signals(torch.from_numpy(rng.normal(size=(1000, 100))), labels, measured=features)
+        (scores,) = run_attacks({name: ATTACKS[name]}, signals, members).values()
+        found.append(scores.auc.value)
+    assert abs(np.mean(found) - 0.5) < 0.03, found
+
+
+def test_the_order_of_a_query_tells_nothing():
+    signals = pptp.Signals(torch.zeros(200, 2), torch.zeros(200, dtype=torch.long))
+    (scores,) = run_attacks({"order": lambda known, query: -torch.arange(len(query))}, signals, half).values()
+    assert scores.auc.low < 0.5 < scores.auc.high
+
+
+def test_right_or_wrong_scores_have_intervals_that_cover():
+    rng = np.random.default_rng(0)
+    inside, outside = rng.random((300, 1000)) < 0.98, rng.random((300, 60)) < 0.98
+    found = [auc(a, b) for a, b in zip(inside, outside)]
+    assert np.mean([not e.low <= 0.5 <= e.high for e in found]) < 0.08
+
+
+def test_ties_do_not_fall_in_the_members_favour():
+    scores = MembershipScores(np.zeros(200), half, np.zeros(200, int))
+    assert most_exposed(scores, np.arange(200), 40)["precision"]["value"] < 0.8
+
+
 def test_paired_difference_equals_that_of_the_aucs_and_is_narrower_than_theirs():
     rng = np.random.default_rng(3)
     common = rng.normal(size=400) + 0.5 * (np.arange(400) < 200)
@@ -174,6 +206,13 @@ def test_an_inverted_attack_counts_and_one_attack_of_many_is_enough():
     (m, n) = judge([Rule.parse("auc>0.6")], scores, {})
     assert (m.status, m.attack, n.status) == ("violated", "inverted", "kept")
     assert statuses("n:auc>0.6", scores) == ["kept"] and statuses("m:calm.auc>0.6", scores) == ["kept"]
+    assert statuses("m:tpr@0.1>0.15", scores) == ["violated"], "an inverted leak has a true-positive rate too"
+
+
+def test_names_with_dots_and_colons_are_told_apart_by_what_exists():
+    scores = {"m": {"my.mod:margin": leaky(2.0), "gradient_norm/features.block2": leaky(0.0, 4000)}}
+    assert statuses("my.mod:margin.auc>0.6", scores) == statuses("m:my.mod:margin.auc>0.6", scores) == ["violated"]
+    assert statuses("gradient_norm/features.block2.auc>0.6", scores) == ["kept"]
 
 
 def test_looking_at_more_attacks_widens_the_interval():
@@ -185,7 +224,7 @@ def test_looking_at_more_attacks_widens_the_interval():
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("auc=0.6", "not a rule"), ("aux>0.6", "not a rule"), ("auc>x", "not a rule"), ("tpr@2>0.1", "false-positive rate of 2"),
+        ("auc=0.6", "not a rule"), ("m-auc>0.6", "not a rule"), ("aux>0.6", "not a rule"), ("auc>x", "not a rule"), ("tpr@2>0.1", "false-positive rate of 2"),
         ("other:auc>0.6", "'other', which is not among m"), ("lira.auc>0.6", "'lira', which is not among confidence"),
         ("a.test_accuracy<0.5", "nothing to do with attacks"), ("test_accuracy<0.5", "not known of m"),
     ],
@@ -258,13 +297,30 @@ def test_probabilities_give_the_same_scores_as_logits(outputs):
         ({"members": np.ones(300, bool)}, "name some of both"), ({"members": np.arange(300)}, "true or false"),
         ({"labels": np.arange(299)}, "300 class numbers"), ({"labels": np.full(300, 9)}, "there are 4 logits"),
         ({"logits": np.full((300, 4), np.nan)}, "not finite"), ({"reference_members": None}, "go together"),
-        ({"reference_members": np.ones((3, 300), bool)}, "reference_members"),
+        ({"reference_members": np.ones((3, 300), bool)}, "reference_members"), ({"logits": np.array("x")}, "must be numbers"),
         ({"logits": None, "probabilities": np.ones((300, 4))}, "sum to 1"),
     ],
 )  # fmt: skip
 def test_bad_outputs_are_refused_in_one_sentence(outputs, changes, says, capsys):
     assert main(["attack", "--logits", outputs(**changes)]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_handful_of_samples_is_refused_and_a_few_are_attacked(outputs, capsys):
+    rng = np.random.default_rng(0)
+    few = {"reference_logits": None, "reference_members": None}
+    for n, code in ((6, 2), (14, 0)):
+        small = {"logits": rng.normal(size=(n, 4)), "labels": np.arange(n) % 4, "members": np.arange(n) < n // 2}
+        assert main(["attack", "--logits", outputs(**few, **small)]) == code
+    assert "at least 5 members and 5 non-members" in capsys.readouterr().err
+
+
+def test_files_that_are_no_npz_are_refused(tmp_path, capsys):
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    (tmp_path / "empty.npz").write_bytes(b"")
+    for name in ("a.npy", "empty.npz"):
+        assert main(["attack", "--logits", str(tmp_path / name)]) == 2
+        assert "cannot read" in capsys.readouterr().err
 
 
 def test_a_missing_file_and_missing_references_are_refused(outputs, tmp_path, capsys):
@@ -315,6 +371,10 @@ def test_an_audit_finds_the_leak_of_a_plain_model_and_stays_below_the_claim_of_a
     claim = found["dpsgd-scratch"]["claim"]["epsilon"]
     assert claim <= 3 and all(bound["epsilon"] <= claim for bound in found["dpsgd-scratch"]["bounds"])
     assert "within the claimed" in shown and "ABOVE" not in shown
+    assert (
+        main(["audit", str(run), "--delta", "-0.5"]) == 2
+        and main(["audit", str(run), "--attack", "gradient_norm"]) == 2
+    )
     run_object = pptp.runs.Run.open(run)
     canaries = run_object.canaries()
     members = set(run_object.splits.members.indices)

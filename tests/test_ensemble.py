@@ -223,3 +223,84 @@ def test_an_ensemble_of_another_retraining_is_not_used(run, tmp_path):
 def test_bad_requests_are_refused(run, flags, says, capsys):
     assert main(["ensemble", str(run), *flags]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_another_ensemble_or_other_slices_are_noticed(run, tmp_path):
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+
+    def scores(*more):
+        assert main(["evaluate", str(copy), "--attack", "lira", "--attack", "confidence", *more]) == 0
+        with np.load(copy / "evaluate/undefended/scores.npz") as saved:
+            return saved["score/lira"]
+
+    def slices(*ids):
+        np.savez(tmp_path / "s.npz", mine=np.array(ids))
+        scores("--slices", str(tmp_path / "s.npz"))
+        return json.loads((copy / "evaluate/undefended/evaluation.json").read_text())["exposure"]["slices"][0]
+
+    first = scores()
+    ids = ensemble.attacked_ids(Run.open(copy))
+    assert slices(*ids[:40]) != slices(*ids[40:80])
+    assert main(["ensemble", str(copy), "--models", "4", "--ensemble-seed", "5"]) == 0
+    assert not np.array_equal(first, scores())
+    assert main(["ensemble", str(copy), "--models", "2", "--ensemble-seed", "6"]) == 0
+    assert len(ready_jobs(Run.open(copy), "undefended")) == 4, "a smaller one does not take the place of a larger one"
+
+
+def test_what_a_defense_does_to_outputs_is_part_of_the_model(run, tmp_path):
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    digests = []
+    for modify in ("true", "false"):
+        settings = [
+            "--defense",
+            "hamp",
+            "--set",
+            f"modify_outputs={modify}",
+            "--cut",
+            "layer4",
+            "--name",
+            "h",
+            "--no-control",
+            "--fresh",
+            "--epochs",
+            "1",
+        ]
+        assert main(["retrain", str(copy), *settings]) == 0
+        digests.append(Run.open(copy).model_digest("h"))
+        assert main(["evaluate", str(copy), "--attack", "white_box", "--attack", "calibration"]) == 0
+    assert digests[0] != digests[1]
+
+
+def test_reference_models_start_where_the_target_started(run, tmp_path):
+    start = run / "full/init.safetensors"
+    assert (
+        main(
+            [
+                "train",
+                str(tmp_path / "r"),
+                *SMALL,
+                "--epochs",
+                "1",
+                "--lr",
+                "1e-12",
+                "--opt",
+                "momentum",
+                "--initial-checkpoint",
+                str(start),
+            ]
+        )
+        == 0
+    )
+    job = Job(str(tmp_path / "r"), "undefended", 0)
+    with np.load(train_reference(asdict(job), tmp_path / "ref")) as said:
+        opened = Run.open(tmp_path / "r")
+        model = opened.fresh_model()
+        pptp.models.load_weights(model, pptp.models.read_weights(start), start)
+        pptp.fit(
+            model,
+            pptp.data.Part(opened.splits.pool, np.flatnonzero(said["members"]), "mine"),
+            replace(opened.experiment.recipe, seed=opened.experiment.recipe.seed + 7919),
+        )
+        assert np.allclose(said["logits"], pptp.collect(model, opened.splits.pool).logits, atol=1e-4)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pptp
+from attacks import ATTACKS
 from pptp.boundary import LEAST, boundary_distances
 from pptp.data import Pool
 from pptp.gradients import gradient_norms, squared_norms
@@ -105,16 +106,33 @@ def test_boundary_distance_of_a_half_space():
     side = x.flatten(1) @ plane.w.detach()
     labels = (side > 0).long()
     labels[:3] = 1 - labels[:3]
-    found = boundary_distances(plane, Pool(pixels, labels.numpy(), (0.5,) * 3, (0.25,) * 3), budget=600)
+    found = boundary_distances(plane, Pool(pixels, labels.numpy(), (0.5,) * 3, (0.25,) * 3), x[:20], budget=600)
     assert (found[:3] == 0).all(), "misclassified samples are on the wrong side already"
     ratio = found[3:] / side[3:].abs().clamp(min=1e-6)
     far = side[3:].abs() > 0.2
     assert (ratio[far] > 0.999).all(), "an upper bound"
     assert ratio[far].median() < 1.6
-    few = boundary_distances(plane, Pool(pixels, labels.numpy(), (0.5,) * 3, (0.25,) * 3), budget=LEAST)
+    few = boundary_distances(plane, Pool(pixels, labels.numpy(), (0.5,) * 3, (0.25,) * 3), x[:20], budget=LEAST)
     assert few[3:].mean() > found[3:].mean(), "more queries come nearer"
+
+
+def test_the_boundary_does_not_know_in_which_batch_a_sample_came():
+    """Class-sorted parts of different sizes, nobody trained on."""
+    torch.manual_seed(0)
+    pixels, plane = torch.randint(0, 255, (300, 3, 4, 4), dtype=torch.uint8), Plane(torch.randn(48), 0.0)
+    x = torch.stack([Pool(pixels, [0] * 300, (0.5,) * 3, (0.25,) * 3)[i][0] for i in range(300)])
+    labels = (x.flatten(1) @ plane.w.detach() > 0).long()
+    by_class = labels.argsort()
+    pool = Pool(pixels[by_class], labels[by_class].numpy(), (0.5,) * 3, (0.25,) * 3)
+    inside, outside = (
+        pptp.data.Part(pool, np.arange(0, 300, 3), "a"),
+        pptp.data.Part(pool, np.flatnonzero(np.arange(300) % 3), "b"),
+    )
+    found = pptp.evaluate(plane, inside, outside, None, {"boundary_distance": ATTACKS["boundary_distance"]})["model"]
+    scores = found.attacks["boundary_distance"].auc_at(0.999)
+    assert scores.low < 0.5 < scores.high, scores
 
 
 def test_too_small_a_budget_is_refused(model, splits):
     with pytest.raises(pptp.UserError, match="the query budget is 5"):
-        boundary_distances(model, splits.members, budget=5)
+        boundary_distances(model, splits.members, torch.zeros(2, 3, 32, 32), budget=5)

@@ -167,7 +167,7 @@ def test_one_trunk_is_run_once_for_all_that_share_it(trained, splits, quick, mon
     assert len(filled) == 2  # members and reference
     other = copy.deepcopy(model)
     with torch.no_grad():
-        other.conv1.weight.mul_(1.01)
+        next(other.conv1.parameters()).mul_(1.01)
     pptp.retrain(other, initial, "layer4", RelaxLoss(alpha=0.5), splits, quick, cache=cache)
     assert len(filled) == 4, "another trunk says other things"
 
