@@ -7,7 +7,7 @@ Correctness and confidence: Yeom et al. 2018 (arXiv 1709.01604); entropy: Shokri
 import torch
 from torch import Tensor
 
-from pptp.signals import Known, Signals
+from pptp.signals import Known, Signals, in_chunks
 
 
 def correctness(known: Known, query: Signals) -> Tensor:
@@ -22,15 +22,25 @@ def confidence(known: Known, query: Signals) -> Tensor:
 
 def entropy(known: Known, query: Signals) -> Tensor:
     """sum_c p_c log p_c: predictions on members are sharper."""
-    log_p = query.log_probabilities
-    return (log_p.exp() * log_p).sum(1)
+    return _entropy(query.logits, query.labels)
 
 
 def modified_entropy(known: Known, query: Signals) -> Tensor:
     """(1 - p_y) log p_y + sum_{c != y} p_c log(1 - p_c): sharp *and* right."""
-    log_p = query.log_probabilities  # (n, classes)
+    return _modified_entropy(query.logits, query.labels)
+
+
+@in_chunks
+def _entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    log_p = logits.double().log_softmax(1)
+    return (log_p.exp() * log_p).sum(1)
+
+
+@in_chunks
+def _modified_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    log_p = logits.double().log_softmax(1)  # (n, classes)
     log_rest = _log_one_minus_exp(log_p)  # log(1 - p_c)
-    true = query.labels[:, None]
+    true = labels[:, None]
     wrong = (log_p.exp() * log_rest).scatter(1, true, 0.0).sum(1)
     return (log_rest.gather(1, true).exp() * log_p.gather(1, true)).squeeze(1) + wrong
 

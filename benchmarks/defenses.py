@@ -3,7 +3,7 @@
     python benchmarks/defenses.py --data digits     # or a folder or .tar of images; half an hour on one core
     python benchmarks/defenses.py --quick           # a smoke run
 
-ResNet18, batch 64, without augmentation. Per epoch: made images at 64 px, one epoch of each, the two cuts taken alternately,
+ResNet18, batch 64, without augmentation and without the trunk cache (see retrain.py for that). Per epoch: made images at 64 px, one epoch of each, the two cuts taken alternately,
 median of the rounds. Per converged run: images of `--data` at 64 px and a constant learning rate; a run has converged in the
 first epoch whose held-out accuracy is within one point of the best of all its epochs. Memory is the peak of a fresh process
 above what it held before training. Everything in one run, as ratios.
@@ -30,6 +30,7 @@ sys.path.remove(str(Path(__file__).resolve().parent))  # this file would hide th
 
 import pptp
 from defenses import DEFENSES
+from pptp.cache import Policy, TrunkCache
 from pptp.config import Source
 from pptp.data import Pool
 from pptp.runs import measured, versions
@@ -66,7 +67,7 @@ def run_once(variant: str, cut: str, splits: pptp.Splits) -> float:
     defense = DEFENSES[name](**settings)
     started = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
-        pptp.retrain(model, None, cut, defense, splits, recipe, parts=parts)
+        pptp.retrain(model, None, cut, defense, splits, recipe, parts=parts, cache=TrunkCache(Policy("none")))
     return (time.perf_counter() - started) / recipe.epochs
 
 
@@ -119,7 +120,9 @@ def converged(data: str, epochs: int, per_class: int) -> list[dict]:
             model.load_state_dict(base.state_dict())
             watch = HeldOutAccuracy(splits.test)
             with contextlib.redirect_stdout(io.StringIO()):
-                pptp.retrain(model, initial, cut, DEFENSES[name](**settings), splits, replace(recipe), [watch])
+                made_of = DEFENSES[name](**settings)
+                uncached = TrunkCache(Policy("none"))
+                pptp.retrain(model, initial, cut, made_of, splits, replace(recipe), [watch], cache=uncached)
             found[cut] = watch.converged()
             if name == "plain" and cut == "scratch":
                 base = model

@@ -137,7 +137,9 @@ def memory_job(name: str, kind: str, samples: int) -> None:
     before = psutil.Process().memory_info().rss / 2**20
     cost: dict[str, float] = {}
     with measured(cost, every=0.005):
-        limit(name, splits) if kind == "limit" else retrained(name, "scratch" if kind == "whole" else cut, kind, splits)
+        limit(name, splits) if kind == "limit" else retrained(
+            name, "scratch" if kind == "whole" else cut, "none" if kind == "whole" else kind, splits
+        )
     print(cost["peak_mb"] - before)
 
 

@@ -53,8 +53,9 @@ def squared_norms(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Te
         with bare(model), _tapped(model) as taps:
             F.cross_entropy(model(inputs), targets, reduction="sum").backward()
         for module, (name, passes) in taps.items():
-            if len(passes) == 1 and all(t is not None and len(t) == len(targets) for t in passes[0]):  # not of windows
-                squares |= {f"{name}.{key}" if name else key: s for key, s in _of_module(module, *passes[0]).items()}
+            if len(passes) == 1 and _usable(*passes[0], len(targets)):
+                found = _of_module(module, *passes[0][:2])
+                squares |= {f"{name}.{key}" if name else key: square for key, square in found.items()}
         left = [name for name, _ in model.named_parameters() if name not in squares]
         if left:
             with bare(model):
@@ -65,6 +66,11 @@ def squared_norms(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Te
     return inputs.grad.flatten(1).square().sum(1), squares
 
 
+def _usable(a: Tensor, g: Tensor | None, version: int, samples: int) -> bool:
+    """One row a sample (not of windows), a gradient came back, and nothing has written into the input since."""
+    return g is not None and len(a) == len(g) == samples and a._version == version
+
+
 @contextmanager
 def _tapped(model: nn.Module):
     """While open, records (input, gradient of the output) of every pass through a known module; hooks are removed on exit."""
@@ -73,7 +79,7 @@ def _tapped(model: nn.Module):
     changed = [module for module in model.modules() if getattr(module, "inplace", False) is True]
 
     def after(module, inputs, output):
-        passing = [inputs[0].detach().clone(), None]  # a later in-place operation must not change it
+        passing = [inputs[0].detach(), None, inputs[0]._version]
         taps[module][1].append(passing)
         if output.requires_grad:
             output.register_hook(lambda gradient: passing.__setitem__(1, gradient.detach()))

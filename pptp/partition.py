@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .errors import UserError
+from .trees import can_pack, pack, tensors_in
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Group:
     overwritten: bool = False
     modules: list[str] = field(default_factory=list)
     note: str = ""
+    shared: list[str] = field(default_factory=list)  # modules that also run later
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,12 @@ class Event:
     call: int
     leaving: bool
     output: object = None
-    version: int = 0
+    versions: tuple[int, ...] = ()
 
     @property
     def overwritten(self) -> bool:
         """Whether something changed the output in place after the module returned it."""
-        return isinstance(self.output, Tensor) and self.output._version != self.version
+        return tuple(t._version for t in tensors_in(self.output)) != self.versions
 
 
 def partition(model: nn.Module, input_size: tuple[int, ...]) -> list[Group]:
@@ -56,10 +59,13 @@ def partition(model: nn.Module, input_size: tuple[int, ...]) -> list[Group]:
     probe = _probe_copy(model)
     generator = torch.Generator().manual_seed(0)
     x, other = (torch.randn(2, *input_size, generator=generator).double() for _ in range(2))
+    _settle_statistics(probe, torch.cat([x, other]))
     events = _trace(probe, x)
-    groups = _in_execution_order(probe, _named_groups(probe), events)
+    groups = _settle_shared(probe, _named_groups(probe), events)
+    groups = _in_execution_order(probe, groups, events)
     groups = _join_norms(probe, groups)
     groups = _verified(probe, groups, events, x, other)
+    _place_loose(probe, groups, events, x)
     _assign_modules(probe, groups, events)
     return groups
 
@@ -73,6 +79,24 @@ def _probe_copy(model: nn.Module) -> nn.Module:
         if parameter.ndim <= 1 or not parameter.any():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return probe
+
+
+def _settle_statistics(probe: nn.Module, x: Tensor) -> None:
+    """Give BatchNorm the statistics of these inputs: with those of an untrained network deep signals fade to nothing."""
+    norms = [m for m in probe.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    before = {id(m): m.momentum for m in norms}
+    for norm in norms:
+        norm.momentum = 1.0
+        norm.training = True
+    try:
+        with torch.no_grad():
+            probe(x)
+    except ValueError:  # one value per channel: nothing to take statistics of
+        pass
+    for norm in norms:
+        norm.momentum, norm.training = before[id(norm)], False
+        if norm.running_var is not None:
+            norm.running_var.clamp_(min=1e-6)
 
 
 def _trace(model: nn.Module, x: Tensor) -> list[Event]:
@@ -89,8 +113,8 @@ def _trace(model: nn.Module, x: Tensor) -> list[Event]:
 
     def leave(name):
         def hook(module, inputs, output):
-            version = output._version if isinstance(output, Tensor) else 0
-            events.append(Event(name, calls[name], True, output, version))
+            versions = tuple(t._version for t in tensors_in(output))
+            events.append(Event(name, calls[name], True, output, versions))
 
         return hook
 
@@ -115,6 +139,11 @@ def _named_groups(model: nn.Module) -> list[Group]:
     """Groups by name alone: timm's coarse groups as stages, its fine groups (or list items) as blocks."""
     names = _all_names(model)
     coarse, fine = _group_ids(model, names, coarse=True), _group_ids(model, names, coarse=False)
+    tree = _tree_ids(names)
+    if (
+        len(set(coarse.values())) <= 2 < len(set(tree.values()))
+    ):  # one stage and a head, at most: the module tree tells more
+        coarse = fine = tree
     if len(set(coarse.values())) == len(set(fine.values())):
         coarse = _merge_by_feature_info(model, coarse)
     groups: dict[tuple, Group] = {}
@@ -130,15 +159,47 @@ def _named_groups(model: nn.Module) -> list[Group]:
 
 def _group_ids(model: nn.Module, names: list[str], coarse: bool) -> dict[str, int]:
     """name -> position of its group; timm's matcher if it has one, else the children of the model."""
-    if hasattr(model, "group_matcher"):
-        from timm.models._manipulate import group_with_matcher
-
-        return group_with_matcher([(n, None) for n in names], model.group_matcher(coarse=coarse), reverse=True)
-    depth = 0  # below wrappers such as a single `self.net`
-    while len({tuple(n.split(".")[: depth + 1]) for n in names}) == 1:
-        depth += 1
+    found = _matched(model, names, coarse)
+    if found:
+        first = min(found.values())
+        return {name: found.get(name, first) for name in names}  # what no group claims (a position table) comes first
+    depth = _wrappers(names)
     order: dict[str, int] = {}
     return {n: order.setdefault(".".join(n.split(".")[: depth + 1]), len(order)) for n in names}
+
+
+def _wrappers(names: list[str]) -> int:
+    """How many levels of names are the same for all, such as a single `self.net`."""
+    depth = 0
+    while len({tuple(n.split(".")[: depth + 1]) for n in names}) == 1:
+        depth += 1
+    return depth
+
+
+def _tree_ids(names: list[str]) -> dict[str, int]:
+    """name -> position of its child of the model, or of the item in a child that is a list (`stages.2`)."""
+    depth, order = _wrappers(names), {}
+
+    def key(path: list[str]) -> str:
+        if len(path) == depth + 1:  # a tensor of the model's own, such as a class token
+            return ""
+        return ".".join(path[: depth + 2 if path[depth + 1].isdigit() and len(path) > depth + 2 else depth + 1])
+
+    order[""] = 0
+    ids = {n: order.setdefault(key(n.split(".")), len(order)) for n in names}
+    return {n: max(1, i) for n, i in ids.items()}  # such tensors come with the first child
+
+
+def _matched(model: nn.Module, names: list[str], coarse: bool) -> dict[str, int]:
+    """By timm's matcher; nothing where a model has none, or one that does not work."""
+    if not hasattr(model, "group_matcher"):
+        return {}
+    from timm.models._manipulate import group_with_matcher
+
+    try:
+        return group_with_matcher([(n, None) for n in names], model.group_matcher(coarse=coarse), reverse=True)
+    except (AssertionError, KeyError, TypeError, NotImplementedError):
+        return {}
 
 
 def _merge_by_feature_info(model: nn.Module, ids: dict[str, int]) -> dict[str, int]:
@@ -153,6 +214,8 @@ def _merge_by_feature_info(model: nn.Module, ids: dict[str, int]) -> dict[str, i
         return ids
     first_module = {g: min(position[n.rpartition(".")[0]] for n in ids if ids[n] == g) for g in body}
     stage_of = {g: sum(end < first_module[g] for end in ends) for g in body}
+    if len(set(stage_of.values())) < 2:  # it says nothing
+        return ids
     stage_of[head] = max(stage_of.values()) + 1
     return {name: stage_of[g] for name, g in ids.items()}
 
@@ -179,7 +242,10 @@ def _in_execution_order(model: nn.Module, groups: list[Group], events: list[Even
     """Order groups by when they first run; groups that run interleaved become one."""
     group_of = {name: i for i, group in enumerate(groups) for name in group.names}
     owner = _sole_owner(model, group_of)
+    shared = tuple(module for group in groups for module in group.shared)
     for position, event in enumerate(events):
+        if any(event.module == module or event.module.startswith(module + ".") for module in shared):
+            continue
         if event.module in owner:
             group = groups[owner[event.module]]
             group.first = position if group.first < 0 else group.first
@@ -196,6 +262,30 @@ def _in_execution_order(model: nn.Module, groups: list[Group], events: list[Even
         else:
             ordered.append(group)
     return ordered
+
+
+def _settle_shared(model: nn.Module, groups: list[Group], events: list[Event]) -> list[Group]:
+    """A module that runs again and again (a shared position bias) belongs where it runs first; else it would tie all together."""
+    group_of = {name: i for i, group in enumerate(groups) for name in group.names}
+    owner = _sole_owner(model, group_of)
+    calls: dict[str, list[int]] = {}
+    for position, event in enumerate(events):
+        if not event.leaving and event.module in owner:
+            calls.setdefault(event.module, []).append(position)
+    once = {position: owner[module] for module, at in calls.items() if len(at) == 1 for position in at}
+    for module, at in calls.items():
+        parent = module.rpartition(".")[0]
+        if len(at) < 2 or len(calls.get(parent, ())) >= 2 or not any(at[0] < p < at[-1] for p in once):
+            continue
+        before, after = [p for p in once if p < at[0]], [p for p in once if p > at[0]]
+        host = groups[once[max(before)] if before else once[min(after)]]
+        mine = [name for name in groups[owner[module]].names if name.startswith(module + ".")]
+        if host is groups[owner[module]] or len(mine) == len(groups[owner[module]].names):
+            continue
+        groups[owner[module]].names = [name for name in groups[owner[module]].names if name not in mine]
+        host.names += mine
+        host.shared.append(module)
+    return groups
 
 
 def _sole_owner(model: nn.Module, group_of: dict[str, int]) -> dict[str, int]:
@@ -233,7 +323,7 @@ def _verified(model, groups: list[Group], events: list[Event], x: Tensor, other:
     """Give each group its boundary; join it to the next where the boundary does not carry everything."""
     with torch.no_grad():
         answer, distractor = _logits(model(x)), _logits(model(other))
-    if _same(answer, distractor, scale=answer):
+    if float((answer - distractor).abs().max()) <= 1e-9 * float(answer.abs().max()):
         raise UserError("this model gives the same output for two different inputs: its stages cannot be told apart")
     done: list[Group] = []
     current = groups[0]
@@ -261,10 +351,14 @@ def _way_out(events: list[Event], last: int, following: int) -> Event | None:
     It is the last to finish before the next group starts, but not a pooling that throws features away:
     the feature map is what the paper measures, and what tells the most.
     """
-    exits = [e for e in events[last:following] if e.leaving and isinstance(e.output, Tensor)]
+    exits = [e for e in events[last:following] if e.leaving and can_pack(e.output)]
     if not exits or exits[0] is not events[last]:
         return None
-    return [e for e in exits if e.output.numel() >= exits[0].output.numel()][-1]
+    return [e for e in exits if _elements(e.output) >= _elements(exits[0].output)][-1]
+
+
+def _elements(output: object) -> int:
+    return sum(t.numel() for t in tensors_in(output))
 
 
 def _logits(output) -> Tensor:
@@ -288,9 +382,13 @@ def _same(a: Tensor, b: Tensor, scale: Tensor) -> bool:
     return float((a - b).abs().max()) <= 1e-6 * float(scale.abs().max())
 
 
-def _output_at(model, leaving: Event, x: Tensor) -> Tensor:
-    kept: list[Tensor] = []
-    with torch.no_grad(), _on_call(model, leaving, lambda module, inputs, output: kept.append(output.clone())):
+def _output_at(model, leaving: Event, x: Tensor) -> object:
+    kept: list[object] = []
+
+    def keep(module, inputs, output):
+        kept.append(tree_map_only(Tensor, Tensor.clone, output))
+
+    with torch.no_grad(), _on_call(model, leaving, keep):
         model(x)
     return kept[0]
 
@@ -326,6 +424,51 @@ def _assign_modules(model: nn.Module, groups: list[Group], events: list[Event]) 
         elif name in entered and name not in above_state:
             index = next((i for i, end in enumerate(ends) if entered[name] <= end), len(groups) - 1)
             groups[index].modules.append(name)
+
+
+@torch.no_grad()
+def _place_loose(model: nn.Module, groups: list[Group], events: list[Event], x: Tensor) -> None:
+    """A tensor that belongs to no module that runs (class token, position table) lives where changing it first shows."""
+    ran = {event.module for event in events}
+    loose = [n for g in groups for n in g.names if n.rpartition(".")[0] not in ran]
+    home = {name: group for group in groups for name in group.names}
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    before = _at_boundaries(model, groups, x) if loose else []
+    for name in loose:
+        tensor = state[name]
+        if not tensor.is_floating_point():
+            continue
+        kept = tensor.clone()
+        tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2)).to(tensor))
+        after = _at_boundaries(model, groups, x)
+        tensor.copy_(kept)
+        first = next((g for g, a, b in zip(groups, before, after) if not torch.equal(a, b)), None)
+        if first is not None and first is not home[name]:
+            home[name].names.remove(name)
+            first.names.append(name)
+
+
+def _at_boundaries(model: nn.Module, groups: list[Group], x: Tensor) -> list[Tensor]:
+    """What leaves each group, in order."""
+    found: dict[tuple[str, int], Tensor] = {}
+    calls: dict[str, int] = {}
+    wanted = {group.boundary for group in groups}
+
+    def keep(name):
+        def hook(module, inputs, output):
+            calls[name] = calls.get(name, -1) + 1
+            if (name, calls[name]) in wanted:
+                found[name, calls[name]] = pack(output).clone()
+
+        return hook
+
+    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in {n for n, _ in wanted}]
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [found[group.boundary] for group in groups]
 
 
 def _position(events: list[Event], boundary: tuple[str, int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 
 import numpy as np
 import torch
@@ -69,11 +70,6 @@ class Signals:
         )
 
     @property
-    def log_probabilities(self) -> Tensor:
-        """(n, classes) in float64: in float32 confident probabilities are all 1."""
-        return self.logits.double().log_softmax(1)
-
-    @property
     def log_true(self) -> Tensor:
         """(n,): log p_y."""
         return log_true(self.logits, self.labels)
@@ -85,12 +81,28 @@ def check_finite(name: str, logits: Tensor) -> None:
         raise UserError(f"{name} of sample {bad} are not finite: no attack can rank them")
 
 
+CHUNK = 8192  # samples that are looked at in float64 at once: what bounds the memory of an attack
+
+
+def in_chunks(function: Callable) -> Callable:
+    """Of (logits (..., n, classes), labels (n,)) -> (..., n): the same, CHUNK samples at a time."""
+
+    @wraps(function)
+    def chunked(logits: Tensor, labels: Tensor) -> Tensor:
+        parts = [function(z, y) for z, y in zip(logits.split(CHUNK, -2), labels.split(CHUNK))]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    return chunked
+
+
+@in_chunks
 def log_true(logits: Tensor, labels: Tensor) -> Tensor:
     """log p_y in float64; logits (..., n, classes), labels (n,) -> (..., n)."""
     true = labels.expand(logits.shape[:-1])[..., None]
     return logits.double().log_softmax(-1).gather(-1, true).squeeze(-1)
 
 
+@in_chunks
 def logit_margin(logits: Tensor, labels: Tensor) -> Tensor:
     """z_y - logsumexp of the other logits = log(p_y / (1 - p_y)), exact and in float64; shapes as in `log_true`."""
     true = labels.expand(logits.shape[:-1])[..., None]

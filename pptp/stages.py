@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .errors import UserError
 from .partition import Group, partition
+from .trees import pack
 
 HEAD = "head"
 SCRATCH = "scratch"
@@ -132,7 +133,10 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def watch(parts: Sequence[Stage], see: Callable[[str, Tensor], None]):
-    """While open, call `see(name, output)` as each part's boundary is computed; hooks are removed on exit."""
+    """While open, call `see(name, output)` as each part's boundary is computed; hooks are removed on exit.
+
+    An output of several tensors is seen as one vector a sample.
+    """
     calls: dict[str, int] = {}
     wanted = {(part.boundary, part.boundary_call): part.name for part in parts}
 
@@ -141,7 +145,7 @@ def watch(parts: Sequence[Stage], see: Callable[[str, Tensor], None]):
             key = (name, calls.get(name, 0))
             calls[name] = key[1] + 1
             if key in wanted:
-                see(wanted[key], output)
+                see(wanted[key], pack(output))
 
         return seen
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .errors import UserError
 from .stages import Stage, split_at
+from .trees import pack, unpack
 
 
 class CannotCut(UserError):
@@ -50,6 +51,7 @@ class Plan:
     boundary: tuple[str, int]
     returns: dict[tuple[str, int], object]
     shape: tuple[int, ...]  # of the boundary's output, without the batch
+    like: object = None  # an output of the boundary, for two samples
     whole: bool = False
 
 
@@ -89,7 +91,7 @@ def run_from(model: nn.Module, plan: Plan, activation: Tensor, input_shape: tupl
 
     def answer(call: tuple[str, int]):
         if call == plan.boundary:
-            return activation
+            return unpack(plan.like, activation)
         return tree_map_only(Shape, lambda shape: shape.stand_in(n, activation, plan.whole), plan.returns[call])
 
     with _replaced(model, plan, answer):
@@ -135,7 +137,7 @@ def run_until(model: nn.Module, boundary: tuple[str, int], x: Tensor) -> Tensor:
     def stop(module, inputs, output):
         count[0] += 1
         if count[0] == boundary[1]:
-            found.append(output)
+            found.append(pack(output))
             raise _Reached
 
     handle = model.get_submodule(boundary[0]).register_forward_hook(stop)
@@ -161,8 +163,9 @@ def make_plan(model: nn.Module, boundary: tuple[str, int], input_shape: tuple[in
         if two.keys() != three.keys():
             raise CannotCut("this model runs other modules for other batch sizes")
         returns = {call: _for_any_batch(two[call], three[call]) for call in two if call != boundary}
-        plan = Plan(boundary, returns, tuple(two[boundary].shape[1:]))
-        return _tried(model, plan, two[boundary], input_shape)
+        activation = pack(two[boundary])
+        plan = Plan(boundary, returns, tuple(activation.shape[1:]), two[boundary])
+        return _tried(model, plan, activation, input_shape)
     finally:
         for module in was_training:
             module.training = True
@@ -170,7 +173,7 @@ def make_plan(model: nn.Module, boundary: tuple[str, int], input_shape: tuple[in
 
 def _tried(model: nn.Module, plan: Plan, activation: Tensor, input_shape: tuple[int, ...]) -> Plan:
     """The plan if it runs; with stand-ins in memory of their own where the model writes into them."""
-    for candidate in (plan, Plan(plan.boundary, plan.returns, plan.shape, whole=True)):
+    for candidate in (plan, replace(plan, whole=True)):
         try:
             with torch.no_grad():
                 run_from(model, candidate, activation.clone(), input_shape)
@@ -197,7 +200,7 @@ def _outermost(model: nn.Module, boundary: tuple[str, int], x: Tensor) -> dict[t
     def leave(name):
         def hook(module, inputs, output):
             call = open_calls.pop()
-            kept = output.clone() if call == boundary else output  # the next operation may write into it
+            kept = tree_map_only(Tensor, Tensor.clone, output) if call == boundary else output  # it may be written into
             finished[call] = (open_calls[-1] if open_calls else None, kept)
             if call == boundary:
                 raise _Reached

@@ -17,6 +17,7 @@ LAYERS = [
     "data",
     "sources splits",
     "canaries",
+    "trees",
     "partition",
     "stages",
     "suffix describe",
