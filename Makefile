@@ -17,7 +17,7 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/ruff check .
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 MPLBACKEND=Agg $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .

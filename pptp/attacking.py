@@ -67,15 +67,6 @@ def chosen_attacks(names: Sequence[str]) -> dict:
     return found
 
 
-def attacked(run: Run) -> tuple[Part, Part]:
-    """The members and non-members that attacks are asked about: canaries, which are odd on purpose, are not among them."""
-    ids = run.splits.members.indices
-    canaries = run.canaries()
-    if canaries is not None:
-        ids = np.setdiff1d(ids, canaries.ids)
-    return Part(run.splits.pool, ids, "members"), run.splits.nonmembers
-
-
 def evaluate_run(
     path: str,
     attack_names: Sequence[str] = (),
@@ -114,7 +105,7 @@ def _evaluate_one(run: Run, name: str, attacks, asked: dict, effort: Effort, sli
         if there.get("key") == key:
             return there
     cost: dict[str, float] = {}
-    members, nonmembers = attacked(run)
+    members, nonmembers = run.attacked()
     with measured(cost):
         model = run.model(name)
         found = evaluate(
@@ -251,7 +242,7 @@ def audit_run(path: str, delta: float | None = None, attack: str = "confidence")
     for name in run.trained_names():
         claim = _claim(run, name)
         at = delta if delta is not None else claim.get("delta", 0.0)
-        members, nonmembers = attacked(run)
+        members, nonmembers = run.attacked()
         found = evaluate({name: run.model(name)}, members, nonmembers, None, {attack: find("attacks", attack)})[name]
         scores = found.attacks[attack]
         bounds = [threshold_bound(scores.scores, scores.members, at)]
@@ -341,6 +332,7 @@ def frontier_run(
         points += [_said(sweep.point(setting)) for setting in more]
     best = choose(points, target_auc, min_accuracy)
     print(frontier_table(points, best))
+    print(f"Attacked with {sweep.references.source}.")
     if best is None and (target_auc is not None or min_accuracy is not None):
         print("No point fulfils what was asked: widen the sweep, cut earlier, or ask for less.")
     _save_frontier(run, defense, points, best, target_auc)

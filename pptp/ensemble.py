@@ -90,9 +90,7 @@ def half_mask(index: int, samples: int, seed: int) -> np.ndarray:
 
 def attacked_ids(run: Run) -> np.ndarray:
     """The samples that attacks are asked about, members and not: reference models are trained on halves of these."""
-    s, canaries = run.splits, run.canaries()
-    ids = np.sort(np.concatenate([s.members.indices, s.nonmembers.indices]))
-    return ids if canaries is None else np.setdiff1d(ids, canaries.ids)
+    return np.sort(np.concatenate([part.indices for part in run.attacked()]))
 
 
 class RecordOutputs(Monitor):

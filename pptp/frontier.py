@@ -181,7 +181,7 @@ class Sweep:
     def _measured(self, model: nn.Module, cut: str) -> dict:
         """Accuracy and leakage on both halves; from the cached trunk where the model allows it."""
         s = self.run.splits
-        members, nonmembers = _attacked(self.run)
+        members, nonmembers = self.run.attacked()
         model, (inside, outside, test) = self._cached(model, cut, [members, nonmembers, s.test])
         evaluation = evaluate(model, inside, outside, test, default_attacks(), references=self.references)["model"]
         found: dict = {"attacks": {}}
@@ -213,12 +213,6 @@ class Sweep:
         if place == "none":
             return model, parts
         return suffix, [self.cache.activations(suffix, on_model, part, 0, place) for part in parts]
-
-
-def _attacked(run: Run) -> tuple[Part, Part]:
-    canaries, ids = run.canaries(), run.splits.members.indices
-    ids = ids if canaries is None else np.setdiff1d(ids, canaries.ids)
-    return Part(run.splits.pool, ids, "members"), run.splits.nonmembers
 
 
 def _plain(result: Mapping) -> dict:

@@ -13,7 +13,7 @@ This is the only file that knows how timm names things.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -54,17 +54,20 @@ class Event:
         return tuple(t._version for t in tensors_in(self.output)) != self.versions
 
 
-def partition(model: nn.Module, input_size: tuple[int, ...]) -> list[Group]:
-    """The blocks of `model` in execution order, each with a verified boundary."""
+def partition(model: nn.Module, input_size: tuple[int, ...], ends: Sequence[str] = ()) -> list[Group]:
+    """The blocks of `model` in execution order, each with a verified boundary; `ends` names the boundaries to use instead."""
     probe = _probe_copy(model)
     generator = torch.Generator().manual_seed(0)
     x, other = (torch.randn(2, *input_size, generator=generator).double() for _ in range(2))
     _settle_statistics(probe, torch.cat([x, other]))
     events = _trace(probe, x)
-    groups = _settle_shared(probe, _named_groups(probe), events)
-    groups = _in_execution_order(probe, groups, events)
-    groups = _join_norms(probe, groups)
-    groups = _verified(probe, groups, events, x, other)
+    if ends:
+        groups = _between(probe, ends, events, x, other)
+    else:
+        groups = _settle_shared(probe, _named_groups(probe), events)
+        groups = _in_execution_order(probe, groups, events)
+        groups = _join_norms(probe, groups)
+        groups = _verified(probe, groups, events, x, other)
     _place_loose(probe, groups, events, x)
     _assign_modules(probe, groups, events)
     return groups
@@ -343,6 +346,35 @@ def _verified(model, groups: list[Group], events: list[Event], x: Tensor, other:
             )
     current.boundary = (events[-1].module, events[-1].call)
     return [*done, current]
+
+
+def _between(model, ends: Sequence[str], events: list[Event], x: Tensor, other: Tensor) -> list[Group]:
+    """One group up to each of the named modules, and one for the rest; a boundary that does not hold is refused."""
+    left = {e.module: (i, e) for i, e in enumerate(events) if e.leaving}  # the last time it ran
+    for name in ends:
+        if name not in left:
+            raise UserError(
+                f"no module called {name!r} runs in this model: name boundaries as in model.named_modules()"
+            )
+    marks = sorted((left[name] for name in dict.fromkeys(ends)), key=lambda mark: mark[0])
+    groups = [Group(i, [], boundary=(e.module, e.call), overwritten=e.overwritten) for i, (_, e) in enumerate(marks)]
+    groups.append(Group(len(marks), [], boundary=(events[-1].module, events[-1].call)))
+    entered: dict[str, int] = {}
+    for position, event in enumerate(events):
+        entered.setdefault(event.module, position)
+    for name in _all_names(model):
+        first = entered.get(name.rpartition(".")[0], len(events))
+        groups[sum(position < first for position, _ in marks)].names.append(name)
+    with torch.no_grad():
+        answer, distractor = _logits(model(x)), _logits(model(other))
+    for _, event in marks:
+        if not can_pack(event.output) or not _carries_all(model, event, x, other, answer, distractor):
+            raise UserError(
+                f"more passes by {event.module!r} than its output: it cannot be a boundary, name another one"
+            )
+    if not all(group.names for group in groups):
+        raise UserError("two of the boundaries have no weights between them: leave one out")
+    return groups
 
 
 def _way_out(events: list[Event], last: int, following: int) -> Event | None:

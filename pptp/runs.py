@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from . import canaries, models, sources, splits
 from .config import Experiment
+from .data import Part
 from .errors import UserError
 from .plugins import build
 from .retrain import Defense, replay_adapt
@@ -178,6 +179,12 @@ class Run:
             drawn = canaries.draw(may_be_member, p.canaries, e.recipe.seed)
             return canaries.split_around(pool, drawn, p, e.recipe.seed, may_be_member)
         return splits.split(pool, p.members, p.reference, p.nonmembers, p.test, e.recipe.seed, may_be_member)
+
+    def attacked(self) -> tuple[Part, Part]:
+        """The members and non-members that attacks are asked about: canaries, odd on purpose, are not among them."""
+        drawn, ids = self.canaries(), self.splits.members.indices
+        ids = ids if drawn is None else np.setdiff1d(ids, drawn.ids)
+        return Part(self.splits.pool, ids, "members"), self.splits.nonmembers
 
     def splits_digest(self) -> str:
         """Of the saved splits, without reading the data."""

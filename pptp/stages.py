@@ -47,13 +47,14 @@ class Stage:
         return replace(self, model=model, blocks=tuple(block.on(model) for block in self.blocks))
 
 
-def stages(model: nn.Module, input_size: Sequence[int] | None = None) -> list[Stage]:
+def stages(model: nn.Module, input_size: Sequence[int] | None = None, boundaries: Sequence[str] = ()) -> list[Stage]:
     """The stages of `model` in forward order; together they hold every parameter and buffer once.
 
     input_size: (channels, height, width) of what the model will be fed; by default the size that the
-    timm model was built for.
+    timm model was built for. boundaries: names of the modules whose outputs end a stage, for a model of your own; by
+    default they are found.
     """
-    groups = partition(model, tuple(input_size or _default_input_size(model)))
+    groups = partition(model, tuple(input_size or _default_input_size(model)), boundaries)
     by_stage: dict[int, list[Group]] = {}
     for group in groups:
         by_stage.setdefault(group.stage, []).append(group)

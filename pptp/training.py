@@ -107,7 +107,6 @@ def fit(
     recipe: Recipe,
     *,
     loss: Loss = cross_entropy,
-    optimizer=None,
     monitors: Sequence[Monitor] = (),
     checkpoint: str | Path | None = None,
     prepare: Prepare | None = None,
@@ -128,7 +127,7 @@ def fit(
     order = EpochOrder(len(data), recipe.seed)
     loader = DataLoader(views, batch_sampler=Batches(order, recipe.batch_size, False), num_workers=recipe.workers)
     fingerprint = _fingerprint(model, data, recipe, loss)
-    optimizer = optimizer or make_optimizer(model, recipe)
+    optimizer = make_optimizer(model, recipe)
     schedule = _schedule(optimizer, recipe)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)

@@ -95,6 +95,40 @@ def test_nothing_before_the_cut_is_refused(model):
         Suffix(model, stages(model, (3, 32, 32)), "scratch", (3, 32, 32))
 
 
+class Own(nn.Module):
+    """A model of one's own, with a tensor that passes by a module."""
+
+    num_classes = 4
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(a, 6, 3, padding=1) for a in (3, 6, 6))
+        self.scale = nn.Parameter(torch.ones(6, 1, 1))
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = self.first(x).relu() * self.scale
+        x = x + self.second(x).relu()
+        return self.out(self.third(x).relu().mean((2, 3)))
+
+
+def test_boundaries_can_be_named_and_are_verified(splits, quick):
+    model = Own()
+    parts = stages(model, (3, 32, 32), boundaries=["third"])
+    assert [set(part.parameter_names) & {"scale", "out.weight", "first.weight"} for part in parts] == [
+        {"scale", "first.weight"},
+        {"out.weight"},
+    ]
+    before = pptp.snapshot(model)
+    pptp.retrain(model, None, "head", DEFENSES["plain"](), splits, quick, parts=parts)
+    moved = {n for n, t in model.state_dict().items() if not torch.equal(t, before[n])}
+    assert moved == {"out.weight", "out.bias"}
+    with pytest.raises(pptp.UserError, match="more passes by 'second'"):
+        stages(model, (3, 32, 32), boundaries=["second"])
+    with pytest.raises(pptp.UserError, match="no module called 'fourth'"):
+        stages(model, (3, 32, 32), boundaries=["fourth"])
+
+
 # --- the cache -----------------------------------------------------------------------------------
 
 
