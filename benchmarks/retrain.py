@@ -188,6 +188,7 @@ def frontier(epochs: int, members: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--part", choices=("steps", "frontier"), help="one half only (both)")
     for hidden in ("--memory-of", "--kind", "--samples"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -196,12 +197,12 @@ def main() -> None:
         return memory_job(given.memory_of, given.kind, int(given.samples))
     samples, rounds = (128, 1) if given.quick else (512, 5)
     rows = []
-    for name in CASES:
+    for name in CASES if given.part != "frontier" else ():
         rows.append({**steps(name, samples, rounds), "memory": memory(name, samples)})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     found = {
         "steps": rows,
-        "frontier": frontier(2, 64) if given.quick else frontier(20, 512),
+        "frontier": None if given.part == "steps" else frontier(2, 64) if given.quick else frontier(20, 512),
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
