@@ -14,7 +14,8 @@ MOST = 20_000  # rows that a network is fitted on
 def network(known: Known, query: Signals) -> Tensor:
     """A network on the outputs and the true class of the target, fitted on its known members and non-members."""
     rows = chosen(len(known.members))
-    score = fitted(inputs(known.signals.logits, known.signals.labels)[rows], known.members.numpy()[rows])
+    logits, labels = known.signals.logits[rows], known.signals.labels[rows]
+    score = fitted(inputs(logits, labels), known.members.numpy()[rows])
     return score(inputs(query.logits, query.labels))
 
 
@@ -34,8 +35,8 @@ def inputs(logits: Tensor, labels: Tensor) -> np.ndarray:
     """(n, 2 classes + 1): log-probabilities in descending order, log p_y, and the true class as one-hot."""
     log_p = logits.double().log_softmax(1).clamp(min=-30)
     true = log_p.gather(1, labels[:, None])
-    one_hot = torch.nn.functional.one_hot(labels, logits.shape[1])
-    return torch.cat([log_p.sort(1, descending=True).values, true, one_hot], 1).float().numpy()
+    one_hot = torch.zeros(logits.shape).scatter_(1, labels[:, None], 1.0)
+    return torch.cat([log_p.sort(1, descending=True).values.float(), true.float(), one_hot], 1).numpy()
 
 
 def chosen(available: int) -> np.ndarray:
