@@ -96,7 +96,8 @@ def check_step(model, suffix, x, y) -> None:
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad.clamp(-1, 1) + 1e-3)
     model.eval()
-    inside = {n for part in suffix for n in part.parameter_names + part.buffer_names}
+    places = {t.data_ptr() for part in suffix for t in (*part.parameters(), *part.buffers())}
+    inside = {n for n, t in model.state_dict().items() if t.data_ptr() in places}  # tied weights have several names
     moved = {n for n, t in model.state_dict().items() if not torch.equal(t, before[n])}
     assert moved and moved <= inside, f"moved outside of the suffix: {sorted(moved - inside)[:3]}"
 
