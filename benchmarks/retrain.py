@@ -202,7 +202,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     found = {
         "steps": rows,
-        "frontier": None if given.part == "steps" else frontier(2, 64) if given.quick else frontier(20, 512),
+        "frontier": None if given.part == "steps" else frontier(2, 64) if given.quick else frontier(20, 256),
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }

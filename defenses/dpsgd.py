@@ -112,7 +112,7 @@ class DPSGD(Defense):
             if self.secret_noise
             else "; the noise comes from the run's seed, so it holds only against those who do not know it (secret_noise=true otherwise)"
         )
-        start = "it counts from the weights that this training started from: if those had seen the members (rewind none or epoch=K), there is NO guarantee"
+        start = "it counts from the weights that this training started from, which must not have seen the members"
         return f"{covers}; {start}; choosing settings by looking at the members is not covered{seed}"
 
 

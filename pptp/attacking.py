@@ -19,7 +19,7 @@ from .evaluate import Evaluation, applicable, default_attacks, evaluate, run_att
 from .frontier import Point, Setting, Sweep, choose, grid, pareto, refined
 from .frontier import table as frontier_table
 from .gate import Rule, fails, judge, junit
-from .intervals import proportion
+from .intervals import Estimate, proportion
 from .measures import Effort
 from .models import atomically
 from .outputs import read_outputs
@@ -87,6 +87,12 @@ def evaluate_run(
     values = {name: _evaluate_one(run, name, attacks, asked, effort, groups, fresh) for name in run.trained_names()}
     evaluations = {name: load_evaluation(run, name) for name in values}
     print(table(evaluations))
+    for name, value in values.items():
+        for row in value["exposure"]["slices"]:
+            sizes = f"{row['members']} members, {row['nonmembers']} non-members"
+            print(
+                f"{name}, slice {row['name']}: AUC {Estimate(**row['auc'])} by {value['exposure']['attack']}, {sizes}"
+            )
     return _gated(rules, evaluations, gate, values)
 
 
@@ -126,7 +132,7 @@ def _evaluate_one(run: Run, name: str, attacks, asked: dict, effort: Effort, sli
 
 def table(evaluations: dict[str, Evaluation]) -> str:
     """Utility and leakage of every model, one line each, and how each compares with the undefended one."""
-    width = max(len(name) for name in evaluations) + 2
+    width = max(len(name) for name in (*evaluations, "model")) + 2
     lines = [
         f"{'model':<{width}}{'train accuracy':<22}{'test accuracy':<22}{'AUC of strongest attack':<42}{'its TPR at 1 % FPR':<30}"
     ]
@@ -150,6 +156,10 @@ def _footnotes(evaluations: dict[str, Evaluation]) -> list[str]:
     for source in dict.fromkeys(found.references for found in evaluations.values() if found.references):
         names = ", ".join(name for name, found in evaluations.items() if found.references == source)
         lines.append(f"{names}: attacked with {source}.")
+    if len({found.references for found in evaluations.values()}) > 1:
+        lines.append(
+            "Where two models were attacked with different reference models, the comparison is of what each one's attacker finds."
+        )
     skipped: dict[str, dict[str, list[str]]] = {}
     for name, found in evaluations.items():
         for attack, why in found.skipped.items():
@@ -222,6 +232,7 @@ def ensemble_run(
     record_ensemble(jobs, run)
     if only is not None:
         train_reference(asdict(jobs[only]), jobs[only].folder(run))
+        print(f"reference {only}: done")
     else:
         train_all(jobs, processes)
 
@@ -275,7 +286,9 @@ def _claim(run: Run, name: str) -> dict:
 def _refuted(found: float, claim: dict) -> str:
     if "epsilon" not in claim:
         return ""
-    return ": ABOVE what is claimed" if found > claim["epsilon"] else f", within the claimed {claim['epsilon']:.3g}"
+    if found > claim["epsilon"]:
+        return f": ABOVE the stated {claim['epsilon']:.3g}, which it refutes for the model as a whole"
+    return f": not above the stated {claim['epsilon']:.3g}, which proves nothing"
 
 
 # --- outputs from elsewhere ----------------------------------------------------------------------
@@ -320,6 +333,12 @@ def frontier_run(
 ) -> list[Point]:
     """`pptp frontier`: retrain and evaluate every combination from the shared cache, draw it, choose and refine."""
     run = Run.open(path)
+    if target_auc is not None and not 0.5 <= target_auc <= 1:
+        raise UserError(f"target_auc is {target_auc}: it must lie between 0.5, no leak, and 1")
+    if min_accuracy is not None and not 0 <= min_accuracy <= 1:
+        raise UserError(f"min_accuracy is {min_accuracy}: it must lie between 0 and 1")
+    if rounds < 0:
+        raise UserError(f"rounds is {rounds}: it must be 0 or above")
     recipe = retrain_recipe(run.experiment.recipe, recipe_changes)
     cuts = [resolve_cut(run, cut) for cut in cuts]
     settings = grid(defense, sweeps, list(dict.fromkeys(cuts)), rewind, recipe)
@@ -338,7 +357,7 @@ def frontier_run(
     _save_frontier(run, defense, points, best, target_auc)
     if best is not None:
         print(
-            f"its weights: {sweep.folder / best.key / 'last.safetensors'}; to keep it among the models of the run: {_command(run, best)}"
+            f"its weights: {sweep.folder / best.key / 'last.safetensors'}; to keep it among the models of the run: {_command(run, best, recipe_changes)}"
         )
     return points
 
@@ -360,10 +379,18 @@ def _said(point: Point) -> Point:
     return point
 
 
-def _command(run: Run, best: Point) -> str:
-    s = best.setting
-    given = " ".join(f"--set {text}" for text in s.settings)
-    return f"pptp retrain {run.path} --defense {s.defense} {given} --cut {s.cut} --epochs {s.recipe.epochs}"
+def _command(run: Run, best: Point, changes: dict) -> str:
+    setting = best.setting
+    given = [f"--set {text}" for text in setting.settings] + [f"--cut {setting.cut}"]
+    flags = {**changes, "epochs": setting.recipe.epochs}
+    given += [
+        f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+        + ("" if isinstance(value, bool) else f" {value}")
+        for name, value in flags.items()
+    ]
+    given += [f"--rewind {setting.rewind}"] if setting.rewind != "init" else []
+    name = f"{setting.defense.rpartition(':')[2].lower()}-{best.key[:6]}"
+    return f"pptp retrain {run.path} --defense {setting.defense} {' '.join(given)} --name {name}"
 
 
 def _save_frontier(
@@ -387,7 +414,7 @@ def _save_frontier(
         }
         for p in points
     ]
-    name = defense.replace(":", ".")
+    name = "-".join([defense.replace(":", "."), *dict.fromkeys(p.setting.cut for p in points)])
     write_json(
         run.path / "frontier" / f"{name}.json",
         {"points": rows, "target_auc": target_auc, "recipe": asdict(points[0].setting.recipe)},

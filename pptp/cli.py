@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import sys
+import traceback
 from dataclasses import fields
 from pathlib import Path
 
@@ -143,7 +144,9 @@ def _cache_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def _frontier_flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--defense", required=True, help="a name such as relaxloss, or module:Class")
+    sub.add_argument(
+        "--defense", action="append", required=True, help="a name such as relaxloss, or module:Class; one at a time"
+    )
     sub.add_argument(
         "--set",
         action="append",
@@ -348,10 +351,12 @@ def _frontier(arguments: argparse.Namespace, changes: dict) -> int:
     from .attacking import frontier_run
     from .plugins import parse_settings
 
+    if len(arguments.defense) > 1:
+        raise UserError(f"a frontier is of one defense: run it once for each of {', '.join(arguments.defense)}")
     sweeps = {name: values.split(",") for name, values in parse_settings(arguments.set).items()}
     frontier_run(
         arguments.run,
-        arguments.defense,
+        arguments.defense[0],
         sweeps,
         arguments.cut.split(","),
         changes,
@@ -406,6 +411,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"pptp: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        print(f"pptp: {error}: is the installation complete?", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("pptp: stopped; the same command goes on from the last finished epoch", file=sys.stderr)
         return 130
@@ -418,6 +426,10 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    except Exception:  # 1 means that a bound was broken: a crash must not look like that
+        traceback.print_exc()
+        print("pptp: this is a bug of pptp; what was finished is kept", file=sys.stderr)
+        return 3
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 from dataclasses import asdict, dataclass, replace
@@ -48,8 +50,10 @@ def train_run(path: str, experiment: Experiment, fresh: bool = False) -> Run:
 def _sizes(run: Run) -> str:
     parts = {name: len(ids) for name, ids in run.splits.indices.items()}
     unused = len(run.splits.pool) - sum(parts.values())
+    canaries = run.canaries()
+    odd = "" if canaries is None else f" with {int(canaries.included.sum())} of {len(canaries.ids)} canaries"
     return (
-        f"members {parts['h1'] + parts['h2']} (halves {parts['h1']} and {parts['h2']}), reference {parts['reference']}, "
+        f"members {parts['h1'] + parts['h2']}{odd} (halves {parts['h1']} and {parts['h2']}), reference {parts['reference']}, "
         f"non-members {parts['nonmembers']}, test {parts['test']}, unused {unused}; {run.splits.classes} classes"
     )
 
@@ -187,6 +191,7 @@ def retrain_run(
     first_stage = resolve_cut(run, cut)
     if _checked_name(name) and len(defenses) > 1:
         raise UserError("name goes with one defense: leave it out, and each gets a folder of its own")
+    asked = set(defenses)
     if control and "plain" not in defenses:
         defenses = {**defenses, "plain": []}
     jobs = []
@@ -194,7 +199,8 @@ def retrain_run(
         make_defense(defense, settings)  # or refuse it, before anything else
         own = name and (f"{name}-control" if defense == "plain" and len(defenses) > 1 else name)
         made = own or _job_name(defense, cut, rewind)
-        jobs.append(_Job(made, defense, tuple(settings), first_stage, rewind, recipe, policy.views, policy.dtype))
+        job = _Job(made, defense, tuple(settings), first_stage, rewind, recipe, policy.views, policy.dtype)
+        jobs.append(job if defense in asked or fresh else job.beside(run))
     waiting = [job for job in jobs if job.is_needed(run, fresh)]  # refuses before anything is trained or deleted
     if waiting:
         base = run.model(UNDEFENDED)
@@ -254,6 +260,17 @@ class _Job:
             "recipe": asdict(self.recipe),
             **own,
         }
+
+    def beside(self, run: Run) -> _Job:
+        """Itself, or under another name where a control of other settings has the place: earlier defenses are compared with that."""
+        taken = run.folder(self.name) / "defense.json"
+        if not taken.exists():
+            return self
+        there = read_json(taken, "")
+        if not differences({key: there.get(key) for key in self.plan()}, self.plan()):
+            return self
+        mark = hashlib.sha256(json.dumps(self.plan(), sort_keys=True, default=str).encode()).hexdigest()[:6]
+        return replace(self, name=f"{self.name}-{mark}")
 
     def is_needed(self, run: Run, fresh: bool) -> bool:
         """False if it was done; refuses a folder that was made with other settings."""
@@ -356,7 +373,10 @@ def stages_of(model_name: str, img_size: int = 0, blocks: bool = False) -> None:
     """`pptp stages`: where a timm model can be cut, and what that would save."""
     model = models.create(model_name, 10, **({"img_size": img_size} if img_size else {}))
     size = (3, img_size, img_size) if img_size else None
-    parts = stages(model, size)
     size = size or tuple(model.pretrained_cfg["input_size"])
+    try:
+        parts = stages(model, size)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise UserError(f"{model_name} cannot take images of {size[-1]} px: {str(error).splitlines()[0]}") from error
     print(f"{model_name}, input {'x'.join(map(str, size))}, 10 classes")
     print(describe_table(describe(model, size, blocks, parts)))

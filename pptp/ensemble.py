@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -183,13 +184,22 @@ def train_all(jobs: Sequence[Job], processes: int = 1, say: Callable[[str], None
 
 def _in_processes(work: Mapping[int, tuple], processes: int, say) -> None:
     threads = max(1, torch.get_num_threads() // processes)
-    with ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,)
-    ) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start_worker, (threads,)) as pool:
         futures = {pool.submit(train_reference, *config): index for index, config in work.items()}
-        for future in as_completed(futures):
-            future.result()
-            say(f"reference {futures[future]}: done")
+        try:
+            for future in as_completed(futures):
+                future.result()
+                say(f"reference {futures[future]}: done")
+        except KeyboardInterrupt:
+            for process in list(pool._processes.values()):
+                process.terminate()
+            raise
+
+
+def _start_worker(threads: int) -> None:
+    """An interrupt is for the main process, which ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
 
 
 def record_ensemble(jobs: Sequence[Job], run: Run) -> None:
@@ -207,6 +217,16 @@ def ready_jobs(run: Run, procedure: str) -> list[Job]:
     path = home(run, procedure) / "ensemble.json"
     entries = read_json(path, "")["ensembles"] if path.exists() else []
     return max((_ready(run, entry) for entry in reversed(entries)), key=len, default=[])
+
+
+def unfinished(run: Run, procedure: str) -> str:
+    """What to say of an ensemble that is not complete."""
+    path = home(run, procedure) / "ensemble.json"
+    wanted = max((entry["models"] for entry in read_json(path, "")["ensembles"]), default=0) if path.exists() else 0
+    ready = len(ready_jobs(run, procedure))
+    return (
+        f"; {wanted} were asked for, whole pairs are used: pptp ensemble trains the rest" if 0 < ready < wanted else ""
+    )
 
 
 def _ready(run: Run, entry: Mapping) -> list[Job]:
@@ -233,7 +253,7 @@ def load_references(run: Run, procedure: str) -> References | None:
         if procedure == UNDEFENDED
         else f"like {procedure}, each with a trunk{' and cut' * jobs[0].own_cut} of its own"
     )
-    source = f"{len(jobs)} reference models trained {like}, on {size} samples each (the target on {target})"
+    source = f"{len(jobs)} reference models trained {like}, on {size} samples each (the target on {target}){unfinished(run, procedure)}"
     return References(
         np.arange(logits[0].shape[0]),
         torch.stack(logits),

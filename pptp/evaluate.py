@@ -295,9 +295,11 @@ def _asked(name: str, attack: Attack, known: Known, query: Signals) -> Tensor:
         return torch.as_tensor(attack(known, query))
     except CannotLearn:
         raise
-    except (TypeError, ValueError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's own function does
         raise UserError(
-            f"attack {name!r} failed ({error}): it must be a function (known, query) -> scores, one a sample"
+            f"attack {name!r} failed ({type(error).__name__}: {error}): it must be a function (known, query) -> scores, one a sample"
         ) from error
 
 

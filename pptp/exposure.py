@@ -32,9 +32,13 @@ def _per_group(scores: MembershipScores, groups: Mapping[str, np.ndarray]) -> li
     for name, mine in groups.items():
         inside, outside = scores.scores[mine & scores.members], scores.scores[mine & ~scores.members]
         enough = len(inside) and len(outside)
-        found = auc(inside, outside, 1 - 0.05 / len(groups)) if enough else Estimate(0.5, 0.0, 1.0, "too few samples")
+        found = (
+            auc(inside, outside, 1 - 0.05 / len(groups))
+            if enough
+            else Estimate(0.5, 0.0, 1.0, "members or non-members are missing")
+        )
         rows.append({"name": name, "members": len(inside), "nonmembers": len(outside), "auc": found.to_dict()})
-    return sorted(rows, key=lambda row: -row["auc"]["low"])
+    return sorted(rows, key=lambda row: (not row["members"] or not row["nonmembers"], -row["auc"]["low"]))
 
 
 def most_exposed(scores: MembershipScores, ids: np.ndarray, k: int = 20) -> dict:

@@ -50,7 +50,7 @@ class Setting:
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        return f"{self.cut} " + " ".join(self.settings)
+        return " ".join([self.cut, *self.settings])
 
 
 @dataclass(frozen=True)
@@ -248,12 +248,12 @@ def table(points: Sequence[Point], best: Point | None) -> str:
     front = pareto(points)
     width = max(len(str(p.setting)) for p in points) + 2
     lines = [
-        f"{'':4}{'point':<{width}}{'test accuracy':<24}{'AUC of strongest attack':<24}{'':14}{'active':>8}{'seconds':>9}"
+        f"{'':6}{'point':<{width}}{'test accuracy':<24}{'AUC of strongest attack':<24}{'':14}{'active':>8}{'seconds':>9}"
     ]
     for p in sorted(points, key=lambda p: p.leak.value):
         mark = "best" if p is best else " *" if p in front else ""
         lines.append(
-            f"{mark:<4}{p.setting!s:<{width}}{p.accuracy!s:<24}{p.leak!s:<24}{p.attack:<14}{p.active:>8.0%}{p.seconds:>9.1f}"
+            f"{mark:<6}{p.setting!s:<{width}}{p.accuracy!s:<24}{p.leak!s:<24}{p.attack:<14}{p.active:>8.0%}{p.seconds:>9.1f}"
         )
     lines.append(
         "* no other point is better in both. 95 % intervals, on the half of the samples that points are chosen by."

@@ -46,6 +46,10 @@ class Rule:
             raise UserError(f"{text!r} names an attack, but {found['metric']} has nothing to do with attacks")
         if found["fpr"] and not 0 < fpr < 1:
             raise UserError(f"{text!r} asks for a false-positive rate of {fpr}: it must lie between 0 and 1")
+        if not 0 <= bound <= 1:
+            raise UserError(
+                f"{text!r} has the bound {bound:g}: it must lie between 0 and 1, since all of these are shares"
+            )
         return cls(text.strip(), found["metric"], found["sign"], bound, found["who"], fpr)
 
     def target(self, scores: Mapping[str, Mapping[str, object]]) -> tuple[str, str]:

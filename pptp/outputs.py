@@ -64,7 +64,10 @@ def _logits(arrays: dict, prefix: str, path) -> torch.Tensor | None:
         if found is not None and (not np.issubdtype(found.dtype, np.number) or found.ndim != (3 if prefix else 2)):
             raise UserError(f"{name} of {path} is {found.dtype} of shape {found.shape}: it must be numbers, {NEEDED}")
     if f"{prefix}logits" in arrays:
-        return torch.from_numpy(arrays[f"{prefix}logits"].astype(np.float64))
+        z = arrays[f"{prefix}logits"].astype(np.float64)
+        if z.size and z.min() >= 0 and z.max() <= 1 and np.allclose(z.sum(-1), 1, atol=1e-3):
+            raise UserError(f"{prefix}logits of {path} look like probabilities: store them as {prefix}probabilities")
+        return torch.from_numpy(z)
     name = f"{prefix}probabilities"
     if name not in arrays:
         return None

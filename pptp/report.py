@@ -120,10 +120,14 @@ def _compared_with_all(name: str, found: dict, retrained: dict, loaded: dict[str
     plan = retrained.get(name, {})
     if plan.get("defense") in (None, "plain"):
         return text
-    for other, its in retrained.items():
-        same = all(its[key] == plan[key] for key in ("cut", "rewind", "recipe"))
-        if its["defense"] == "plain" and same and other in loaded:
-            text += f"; against its control {in_words(leak_difference(loaded[name], loaded[other]))}"
+    controls = [
+        other
+        for other, its in retrained.items()
+        if its["defense"] == "plain" and other in loaded and all(its[k] == plan[k] for k in ("cut", "rewind", "recipe"))
+    ]
+    if controls:  # several may be alike: its own, or the first
+        own = f"{name}-control" if f"{name}-control" in controls else controls[0]
+        text += f"; against the control {own} {in_words(leak_difference(loaded[name], loaded[own]))}"
     return text + ("; the defense was never active" if plan["result"].get("active") == 0 else "")
 
 
@@ -182,8 +186,9 @@ def _steps(run: Run, sizes, risk, retrained) -> list[str]:
         )
         active = "" if plan["defense"] == "plain" else f"; {activity(result)}"
         active += f". Differential privacy: {result['scope']}" if "scope" in result else ""
+        rest = "everything" if plan["cut"] == SCRATCH else f"the rest ({result['retrained_share']:.1%} of the weights)"
         lines.append(
-            f"{name}: {frozen}, the rest ({result['retrained_share']:.1%} of the weights) rewound to {plan['rewind']} and retrained for "
+            f"{name}: {frozen}, {rest} rewound to {plan['rewind']} and retrained for "
             f"{plan['recipe']['epochs']} epochs with {plan['repr']}{active}."
         )
     return lines
@@ -212,6 +217,11 @@ def _caveats(run: Run, retrained, missing, loaded: dict[str, Evaluation]) -> lis
         if private
         else "No model here carries a differential-privacy guarantee."
     )
+    canaries = run.canaries()
+    if canaries is not None:
+        lines.append(
+            f"{int(canaries.included.sum())} canaries were trained on besides the members: they are counted with them above, but attacks are not asked about them."
+        )
     if missing:
         lines.insert(
             0,
@@ -256,6 +266,9 @@ def _figures(run: Run, facts: dict) -> dict[str, str]:
         with np.load(run.path / "distances.npz") as distances:
             for metric in ("rms", "cosine"):
                 figures[f"histograms_{metric}"] = plots.distance_histograms(risk, distances, last_block, metric)
+    for path in sorted((run.path / "frontier").glob("*.json")):
+        sweep = read_json(path, "")
+        figures[f"frontier/{path.stem}"] = plots.frontier(sweep["points"], sweep["target_auc"])
     if facts["evaluations"]:
         figures["trade_off"] = plots.trade_off(facts["evaluations"])
         figures["roc"] = _roc(run, facts)

@@ -176,8 +176,12 @@ class Needs:
         )
 
 
-def needs(**what) -> Callable:
-    """Mark an attack with its `Needs`."""
+def needs(*, outside: int = 0, inside: int = 0, augmented: bool = False, measured: str = "") -> Callable:
+    """Mark an attack with what it needs besides `query.logits` and `query.labels`: see `Needs`.
+
+    outside, inside: reference models trained without, and with, a sample (`query.reference_logits`, `query.reference_members`).
+    """
+    what = {"outside": outside, "inside": inside, "augmented": augmented, "measured": measured}
 
     def mark(attack):
         attack.needs = Needs(**what)

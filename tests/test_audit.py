@@ -226,7 +226,7 @@ def test_looking_at_more_attacks_widens_the_interval():
     [
         ("auc=0.6", "not a rule"), ("m-auc>0.6", "not a rule"), ("aux>0.6", "not a rule"), ("auc>x", "not a rule"), ("tpr@2>0.1", "false-positive rate of 2"),
         ("other:auc>0.6", "'other', which is not among m"), ("lira.auc>0.6", "'lira', which is not among confidence"),
-        ("a.test_accuracy<0.5", "nothing to do with attacks"), ("test_accuracy<0.5", "not known of m"),
+        ("a.test_accuracy<0.5", "nothing to do with attacks"), ("auc>60", "between 0 and 1"), ("test_accuracy<0.5", "not known of m"),
     ],
 )  # fmt: skip
 def test_bad_rules_are_refused(text, says):
@@ -298,6 +298,7 @@ def test_probabilities_give_the_same_scores_as_logits(outputs):
         ({"labels": np.arange(299)}, "300 class numbers"), ({"labels": np.full(300, 9)}, "there are 4 logits"),
         ({"logits": np.full((300, 4), np.nan)}, "not finite"), ({"reference_members": None}, "go together"),
         ({"reference_members": np.ones((3, 300), bool)}, "reference_members"), ({"logits": np.array("x")}, "must be numbers"),
+        ({"logits": np.full((300, 4), 0.25)}, "look like probabilities"),
         ({"logits": None, "probabilities": np.ones((300, 4))}, "sum to 1"),
     ],
 )  # fmt: skip
@@ -313,6 +314,13 @@ def test_a_handful_of_samples_is_refused_and_a_few_are_attacked(outputs, capsys)
         small = {"logits": rng.normal(size=(n, 4)), "labels": np.arange(n) % 4, "members": np.arange(n) < n // 2}
         assert main(["attack", "--logits", outputs(**few, **small)]) == code
     assert "at least 5 members and 5 non-members" in capsys.readouterr().err
+
+
+def test_an_own_attack_that_fails_is_named_and_does_not_look_like_a_leak(outputs, tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken_attack.py").write_text("def mine(known, query):\n    return query.nothing\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["attack", "--logits", outputs(), "--attack", "broken_attack:mine"]) == 2
+    assert "'broken_attack:mine' failed (AttributeError" in capsys.readouterr().err
 
 
 def test_files_that_are_no_npz_are_refused(tmp_path, capsys):
@@ -370,7 +378,7 @@ def test_an_audit_finds_the_leak_of_a_plain_model_and_stays_below_the_claim_of_a
     assert found["undefended"]["bounds"][1]["epsilon"] > 0.5, shown  # mislabelled canaries are memorised
     claim = found["dpsgd-scratch"]["claim"]["epsilon"]
     assert claim <= 3 and all(bound["epsilon"] <= claim for bound in found["dpsgd-scratch"]["bounds"])
-    assert "within the claimed" in shown and "ABOVE" not in shown
+    assert "which proves nothing" in shown and "ABOVE" not in shown
     assert (
         main(["audit", str(run), "--delta", "-0.5"]) == 2
         and main(["audit", str(run), "--attack", "gradient_norm"]) == 2

@@ -232,6 +232,7 @@ def test_stages_are_described_with_their_share_of_the_compute(model, capsys):
     assert "layer4" in capsys.readouterr().out
     assert main(["stages", "test_resnet", "--blocks"]) == 0
     assert main(["stages", "no_such_model"]) == 2
+    assert main(["stages", "test_vit", "--img-size", "7"]) == 2 and "7 px" in capsys.readouterr().err
 
 
 SMALL = [
@@ -259,18 +260,40 @@ def test_a_frontier_retrains_every_point_once_chooses_and_refines(tmp_path, caps
     assert main([*sweep, "--min-accuracy", "0.1", "--rounds", "1"]) == 0
     shown = capsys.readouterr().out
     assert "best:" in shown and "alpha=0.4" in shown and "which it was not chosen by" in shown
-    found = pptp.runs.read_json(run / "frontier/relaxloss.json", "")
+    found = pptp.runs.read_json(run / "frontier/relaxloss-layer3-layer4.json", "")
     assert (
         len(found["points"]) == 5
         and sum(p["best"] for p in found["points"]) == 1
         and any(p["pareto"] for p in found["points"])
     )
-    assert (run / "frontier/relaxloss.svg").read_text().startswith("<svg")
+    assert (run / "frontier/relaxloss-layer3-layer4.svg").read_text().startswith("<svg")
     stamps = {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/point.json")}
-    assert main([*sweep, "--target-auc", "0.01", "--rounds", "0"]) == 0
+    assert main([*sweep, "--target-auc", "0.5", "--rounds", "0"]) == 0
     assert "No point fulfils" in capsys.readouterr().out
     assert stamps == {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/point.json")}
-    assert main([*sweep, "--set", "alpha=9"]) == 2 and "alpha is 9" in capsys.readouterr().err
+    assert main(["report", str(run)]) == 0 and "Settings that were tried" in (run / "report.html").read_text()
+    for more, says in (
+        (["--set", "alpha=9"], "alpha is 9"),
+        (["--target-auc", "60"], "target_auc is 60"),
+        (["--min-accuracy", "2"], "min_accuracy is 2"),
+        (["--rounds", "-1"], "rounds is -1"),
+        (["--defense", "ccl"], "one defense"),
+    ):
+        assert main([*sweep, *more]) == 2 and says in capsys.readouterr().err
+
+
+def test_a_control_of_other_settings_gets_a_place_of_its_own(tmp_path):
+    run = tmp_path / "r"
+    assert main(["train", str(run), *SMALL, "--epochs", "2"]) == 0
+    for defense, epochs in (("ccl", "2"), ("relaxloss", "4")):
+        assert (
+            main(
+                ["retrain", str(run), "--defense", defense, "--set", "alpha=0.5", "--cut", "layer4", "--epochs", epochs]
+            )
+            == 0
+        )
+    names = sorted(path.name for path in (run / "retrain").iterdir())
+    assert len(names) == 4 and sum(name.startswith("plain-layer4") for name in names) == 2
 
 
 def test_pareto_and_choice():
