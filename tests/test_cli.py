@@ -526,7 +526,7 @@ def test_same_settings_in_other_words_are_the_same(copy_of_run, capsys):
 
 def test_headline_compares_with_the_control(run):
     headline = json.loads((run / "report.json").read_text())["headline"]
-    assert any(line.startswith("relaxloss-layer3") and "against its control" in line for line in headline)
+    assert any(line.startswith("relaxloss-layer3") and "against the control plain-layer3" in line for line in headline)
 
 
 def test_run_works_from_another_folder(tmp_path, monkeypatch):

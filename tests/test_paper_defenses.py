@@ -228,7 +228,8 @@ def test_scope_never_claims_more_than_it_covers():
     assert "NO guarantee" in same and "given the frozen ones" in same
     assert "as a whole has NO guarantee" in same and "as a whole has NO guarantee" not in public and "stated" in public
     assert all(
-        "if those had seen the members" in text for text in (same, public, DPSGD().scope(3.0, 1e-3, frozen=False))
+        "which must not have seen the members" in text
+        for text in (same, public, DPSGD().scope(3.0, 1e-3, frozen=False))
     )
     assert "whole model" in DPSGD().scope(3.0, 1e-3, frozen=False)
 
