@@ -20,7 +20,7 @@ from .frontier import Point, Setting, Sweep, choose, grid, pareto, refined
 from .frontier import table as frontier_table
 from .gate import Rule, fails, judge, junit
 from .intervals import Estimate, proportion
-from .measures import Effort
+from .measures import Effort, References
 from .models import atomically
 from .outputs import read_outputs
 from .plugins import code_of, find, registry
@@ -28,6 +28,7 @@ from .results import against, exposure, in_words, load_evaluation, read_slices, 
 from .runs import UNDEFENDED, Run, measured, read_json, write_json
 from .signals import Needs, collect, needs_of
 from .splits import digest
+from .stages import SCRATCH
 
 ATTACK_CAVEAT = (
     "Score attacks on one model understate what an attacker with reference models can do: see pptp ensemble."
@@ -84,7 +85,10 @@ def evaluate_run(
         "effort": {"queries": effort.queries, "budget": effort.budget},
         "slices": {name: digest({name: ids}) for name, ids in groups.items()},
     }
-    values = {name: _evaluate_one(run, name, attacks, asked, effort, groups, fresh) for name in run.trained_names()}
+    cache = TrunkCache(folder=run.path)
+    values = {
+        name: _evaluate_one(run, name, attacks, asked, effort, groups, fresh, cache) for name in run.trained_names()
+    }
     evaluations = {name: load_evaluation(run, name) for name in values}
     print(table(evaluations))
     for name, value in values.items():
@@ -96,7 +100,9 @@ def evaluate_run(
     return _gated(rules, evaluations, gate, values)
 
 
-def _evaluate_one(run: Run, name: str, attacks, asked: dict, effort: Effort, slices: dict, fresh: bool) -> dict:
+def _evaluate_one(
+    run: Run, name: str, attacks, asked: dict, effort: Effort, slices: dict, fresh: bool, cache: TrunkCache
+) -> dict:
     target = run.path / "evaluate" / name / "evaluation.json"
     wants_references = any(needs_of(attack).outside or needs_of(attack).inside for attack in attacks.values())
     references = references_for(run, name) if wants_references else None
@@ -114,11 +120,15 @@ def _evaluate_one(run: Run, name: str, attacks, asked: dict, effort: Effort, sli
     members, nonmembers = run.attacked()
     with measured(cost):
         model = run.model(name)
+        asked_of, (inside, outside, test) = model, (members, nonmembers, run.splits.test)
+        if _outputs_only(attacks, references) and _cut_is_shared(run, name):
+            data = [inside, outside, test]
+            asked_of, (inside, outside, test) = cache.for_queries(model, run.parts(model), run.cut_of(name), data)
         found = evaluate(
-            {name: model},
-            members,
-            nonmembers,
-            run.splits.test,
+            {name: asked_of},
+            inside,
+            outside,
+            test,
             attacks,
             references=references,
             effort=effort,
@@ -128,6 +138,18 @@ def _evaluate_one(run: Run, name: str, attacks, asked: dict, effort: Effort, sli
     more = {"key": key, "cost": cost, "exposure": exposure(found, ids, slices)}
     truth = np.repeat([True, False], [len(members), len(nonmembers)])
     return save_evaluation(run, name, found, ids, truth, more)
+
+
+def _outputs_only(attacks: dict, references: References | None) -> bool:
+    """Whether nothing but outputs on the images as they are is looked at, so that the trunk's cached outputs serve."""
+    augmented = references is not None and references.augmented is not None
+    return not augmented and not any(needs_of(a).measured or needs_of(a).augmented for a in attacks.values())
+
+
+def _cut_is_shared(run: Run, name: str) -> bool:
+    """Whether another model has the same frozen layers: for one alone there is nothing to save."""
+    cut = run.cut_of(name)
+    return cut != SCRATCH and sum(run.cut_of(other) == cut for other in run.trained_names()) > 1
 
 
 def table(evaluations: dict[str, Evaluation]) -> str:

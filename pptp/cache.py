@@ -17,7 +17,7 @@ from .data import Part, View, batches, indexed, sample_ids
 from .errors import UserError
 from .models import weights_digest
 from .splits import TrainingData
-from .stages import Stage, split_at
+from .stages import SCRATCH, Stage, split_at
 from .suffix import CannotCut, Suffix, run_until
 
 KINDS = ("auto", "memory", "disk", "none")
@@ -120,6 +120,22 @@ class TrunkCache:
         found = [self.activations(suffix, trunk, part, views, place, batch_size) for part in parts_of_data]
         cached = TrainingData(found[0], found[1] if len(found) > 1 else data.reference)
         return suffix, cached, f"{size / 2**20:.0f} MB in {place}"
+
+    def for_queries(
+        self, model: nn.Module, parts: Sequence[Stage], cut: str, data: Sequence[Dataset]
+    ) -> tuple[nn.Module, Sequence[Dataset]]:
+        """The same for a model that is only asked: its suffix and what the trunk says of the data, or both as they were given."""
+        trunk = [] if cut == SCRATCH else [part.on(model) for part in split_at(parts, cut)[0]]
+        if not trunk or model._forward_hooks:  # a hook may look at the images themselves
+            return model, data
+        try:
+            suffix = Suffix(model, parts, cut, indexed(data[0])[0][0].shape)
+        except CannotCut:
+            return model, data
+        place = self.policy.place(self.size(suffix, sum(map(len, data)), 0))
+        if place == "none":
+            return model, data
+        return suffix, [self.activations(suffix, trunk, part, 0, place) for part in data]
 
     def size(self, suffix: Suffix, samples: int, views: int) -> int:
         each = int(np.prod(suffix.plan.shape)) * torch.finfo(DTYPES[self.policy.dtype]).bits // 8

@@ -20,7 +20,6 @@ from torch import nn
 from . import models
 from .cache import TrunkCache
 from .config import Recipe
-from .data import Part
 from .ensemble import references_for
 from .errors import UserError
 from .evaluate import default_attacks, evaluate, fold_of
@@ -29,8 +28,7 @@ from .procedures import make_defense
 from .retrain import retrain
 from .runs import UNDEFENDED, Run, measured, read_json, write_json
 from .signals import collect
-from .stages import SCRATCH, split_at
-from .suffix import CannotCut, Suffix
+from .stages import split_at
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,8 @@ class Sweep:
         """Accuracy and leakage on both halves; from the cached trunk where the model allows it."""
         s = self.run.splits
         members, nonmembers = self.run.attacked()
-        model, (inside, outside, test) = self._cached(model, cut, [members, nonmembers, s.test])
+        parts = [members, nonmembers, s.test]
+        model, (inside, outside, test) = self.cache.for_queries(model, self.parts, cut, parts)
         evaluation = evaluate(model, inside, outside, test, default_attacks(), references=self.references)["model"]
         found: dict = {"attacks": {}}
         for name, scores in evaluation.attacks.items():
@@ -198,21 +197,6 @@ class Sweep:
             proportion(int(right[halves == k].sum()), int((halves == k).sum())).to_dict() for k in (0, 1)
         ]
         return found
-
-    def _cached(self, model: nn.Module, cut: str, parts: Sequence[Part]):
-        trunk = [] if cut == SCRATCH else split_at(self.parts, cut)[0]
-        if not trunk or model._forward_hooks:  # a hook may look at the images themselves
-            return model, parts
-        on_model = [part.on(model) for part in trunk]
-        try:
-            suffix = Suffix(model, self.parts, cut, parts[0][0][0].shape)
-        except CannotCut:
-            return model, parts
-        size = self.cache.size(suffix, sum(map(len, parts)), 0)
-        place = self.cache.policy.place(size)
-        if place == "none":
-            return model, parts
-        return suffix, [self.cache.activations(suffix, on_model, part, 0, place) for part in parts]
 
 
 def _plain(result: Mapping) -> dict:

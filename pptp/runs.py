@@ -37,7 +37,7 @@ from .data import Part
 from .errors import UserError
 from .plugins import build
 from .retrain import Defense, replay_adapt
-from .stages import Stage, stages
+from .stages import SCRATCH, Stage, stages
 from .training import device, make_optimizer
 
 UNDEFENDED = "undefended"
@@ -272,6 +272,11 @@ class Run:
         made = read_json(record, "")
         plan = [weights, *(made.get(key) for key in ("defense", "set", "cut", "code"))]
         return hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]
+
+    def cut_of(self, name: str) -> str:
+        """Where a model was cut; "scratch" if nothing of it was frozen."""
+        record = self.folder(name) / "defense.json"
+        return read_json(record, "")["cut"] if record.exists() else SCRATCH
 
     def evaluations(self) -> tuple[dict[str, dict], list[str]]:
         """Evaluations of the models as they are now, and the names of models that were not evaluated since they changed."""

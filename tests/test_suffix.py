@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -280,6 +281,28 @@ def test_a_frontier_retrains_every_point_once_chooses_and_refines(tmp_path, caps
         (["--defense", "ccl"], "one defense"),
     ):
         assert main([*sweep, *more]) == 2 and says in capsys.readouterr().err
+
+
+def test_models_with_the_same_trunk_are_evaluated_from_one_cache_with_the_same_result(tmp_path, monkeypatch):
+    run = tmp_path / "r"
+    assert main(["train", str(run), *SMALL, "--epochs", "2"]) == 0
+    assert (
+        main(["retrain", str(run), "--defense", "relaxloss", "--set", "alpha=0.5", "--cut", "layer4", "--epochs", "2"])
+        == 0
+    )
+    filled, real = [], pptp.cache.fill
+    monkeypatch.setattr(pptp.cache, "fill", lambda store, *rest: filled.append(len(store)) or real(store, *rest))
+
+    def scores():
+        assert main(["evaluate", str(run), "--attack", "confidence", "--fresh"]) == 0
+        with np.load(run / "evaluate/relaxloss-layer4/scores.npz") as saved:
+            return saved["score/confidence"], saved["ids"]
+
+    cached, ids = scores()
+    assert len(filled) == 3  # members, non-members and test, once for both models
+    monkeypatch.setattr(pptp.attacking, "_cut_is_shared", lambda *_: False)
+    plain, same = scores()
+    assert len(filled) == 3 and np.array_equal(ids, same) and np.allclose(cached, plain, atol=1e-4)
 
 
 def test_a_control_of_other_settings_gets_a_place_of_its_own(tmp_path):
