@@ -189,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--part", choices=("steps", "frontier"), help="one half only (both)")
+    parser.add_argument("--model", choices=CASES, help="steps of this model only (all)")
     for hidden in ("--memory-of", "--kind", "--samples"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -197,7 +198,7 @@ def main() -> None:
         return memory_job(given.memory_of, given.kind, int(given.samples))
     samples, rounds = (128, 1) if given.quick else (512, 5)
     rows = []
-    for name in CASES if given.part != "frontier" else ():
+    for name in () if given.part == "frontier" else [given.model] if given.model else CASES:
         rows.append({**steps(name, samples, rounds), "memory": memory(name, samples)})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     found = {
