@@ -20,7 +20,6 @@ class Row:
     parameters: int
     shape: tuple[int, ...]  # of its output, without the batch
     compute: float  # share of the multiplications of one forward pass
-    blocks: int
     note: str = ""
 
 
@@ -52,7 +51,6 @@ def describe(
             sum(p.numel() for p in part.on(model).parameters()),
             shape,
             (end - start) / total,
-            max(1, len(part.blocks)),
             part.note,
         )
         for part, (_, shape), start, end in zip(shown, marks, before, ends)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from .calls import Call, on_every_call
 from .errors import UserError
 from .trees import can_pack, pack, tensors_in
 
@@ -105,32 +106,12 @@ def _settle_statistics(probe: nn.Module, x: Tensor) -> None:
 def _trace(model: nn.Module, x: Tensor) -> list[Event]:
     """Every module entered and left during one forward pass, in order."""
     events: list[Event] = []
-    calls: dict[str, int] = {}
 
-    def enter(name):
-        def hook(module, inputs):
-            calls[name] = calls.get(name, -1) + 1
-            events.append(Event(name, calls[name], False))
+    def leave(call: Call, output: object) -> None:
+        events.append(Event(*call, True, output, tuple(t._version for t in tensors_in(output))))
 
-        return hook
-
-    def leave(name):
-        def hook(module, inputs, output):
-            versions = tuple(t._version for t in tensors_in(output))
-            events.append(Event(name, calls[name], True, output, versions))
-
-        return hook
-
-    handles = []
-    for name, module in model.named_modules():
-        if name:
-            handles += [module.register_forward_pre_hook(enter(name)), module.register_forward_hook(leave(name))]
-    try:
-        with torch.no_grad():
-            model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), on_every_call(model, lambda call: events.append(Event(*call, False)), leave):
+        model(x)
     return events
 
 
@@ -482,24 +463,15 @@ def _place_loose(model: nn.Module, groups: list[Group], events: list[Event], x: 
 
 def _at_boundaries(model: nn.Module, groups: list[Group], x: Tensor) -> list[Tensor]:
     """What leaves each group, in order."""
-    found: dict[tuple[str, int], Tensor] = {}
-    calls: dict[str, int] = {}
+    found: dict[Call, Tensor] = {}
     wanted = {group.boundary for group in groups}
 
-    def keep(name):
-        def hook(module, inputs, output):
-            calls[name] = calls.get(name, -1) + 1
-            if (name, calls[name]) in wanted:
-                found[name, calls[name]] = pack(output).clone()
+    def keep(call: Call, output: object) -> None:
+        if call in wanted:
+            found[call] = pack(output).clone()
 
-        return hook
-
-    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in {n for n, _ in wanted}]
-    try:
+    with on_every_call(model, lambda call: None, keep):
         model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [found[group.boundary] for group in groups]
 
 

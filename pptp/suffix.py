@@ -7,6 +7,7 @@ after, so the stand-ins cannot show in the output.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from .calls import Call, on_every_call
 from .errors import UserError
 from .stages import Stage, split_at
 from .trees import pack, unpack
@@ -48,8 +50,8 @@ class Shape:
 class Plan:
     """Which calls to skip, and what they return: (module, call) -> a tree of `Shape`s and plain values; the boundary's is None."""
 
-    boundary: tuple[str, int]
-    returns: dict[tuple[str, int], object]
+    boundary: Call
+    returns: dict[Call, object]
     shape: tuple[int, ...]  # of the boundary's output, without the batch
     like: object = None  # an output of the boundary, for two samples
     whole: bool = False
@@ -89,7 +91,7 @@ def run_from(model: nn.Module, plan: Plan, activation: Tensor, input_shape: tupl
     n = len(activation)
     image = torch.zeros((), dtype=activation.dtype, device=activation.device).expand(n, *input_shape)
 
-    def answer(call: tuple[str, int]):
+    def answer(call: Call):
         if call == plan.boundary:
             return unpack(plan.like, activation)
         return tree_map_only(Shape, lambda shape: shape.stand_in(n, activation, plan.whole), plan.returns[call])
@@ -129,7 +131,7 @@ def _replaced(model: nn.Module, plan: Plan, answer) -> Iterator[None]:
 
 
 @torch.no_grad()
-def run_until(model: nn.Module, boundary: tuple[str, int], x: Tensor) -> Tensor:
+def run_until(model: nn.Module, boundary: Call, x: Tensor) -> Tensor:
     """The output of the boundary; nothing after it is run."""
     found: list[Tensor] = []
     count = [-1]
@@ -153,7 +155,7 @@ def run_until(model: nn.Module, boundary: tuple[str, int], x: Tensor) -> Tensor:
 # --- the plan ------------------------------------------------------------------------------------
 
 
-def make_plan(model: nn.Module, boundary: tuple[str, int], input_shape: tuple[int, ...]) -> Plan:
+def make_plan(model: nn.Module, boundary: Call, input_shape: tuple[int, ...]) -> Plan:
     """Trace two batch sizes, keep the outermost calls that finish before the boundary, and try the result."""
     was_training = [module for module in model.modules() if module.training]
     model.eval()
@@ -184,40 +186,20 @@ def _tried(model: nn.Module, plan: Plan, activation: Tensor, input_shape: tuple[
 
 
 @torch.no_grad()
-def _outermost(model: nn.Module, boundary: tuple[str, int], x: Tensor) -> dict[tuple[str, int], object]:
+def _outermost(model: nn.Module, boundary: Call, x: Tensor) -> dict[Call, object]:
     """Outputs of the calls that are finished when the boundary is, and are not part of another finished one."""
-    calls: dict[str, int] = {}
-    open_calls: list[tuple[str, int]] = []
-    finished: dict[tuple[str, int], tuple[tuple[str, int] | None, object]] = {}  # call -> (parent, output)
+    open_calls: list[Call] = []
+    finished: dict[Call, tuple[Call | None, object]] = {}  # call -> (parent, output)
 
-    def enter(name):
-        def hook(module, inputs):
-            calls[name] = calls.get(name, -1) + 1
-            open_calls.append((name, calls[name]))
+    def leave(call: Call, output: object) -> None:
+        open_calls.pop()
+        kept = tree_map_only(Tensor, Tensor.clone, output) if call == boundary else output  # it may be written into
+        finished[call] = (open_calls[-1] if open_calls else None, kept)
+        if call == boundary:
+            raise _Reached
 
-        return hook
-
-    def leave(name):
-        def hook(module, inputs, output):
-            call = open_calls.pop()
-            kept = tree_map_only(Tensor, Tensor.clone, output) if call == boundary else output  # it may be written into
-            finished[call] = (open_calls[-1] if open_calls else None, kept)
-            if call == boundary:
-                raise _Reached
-
-        return hook
-
-    handles = []
-    for name, module in model.named_modules():
-        if name:
-            handles += [module.register_forward_pre_hook(enter(name)), module.register_forward_hook(leave(name))]
-    try:
+    with contextlib.suppress(_Reached), on_every_call(model, open_calls.append, leave):
         model(x)
-    except _Reached:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
     if boundary not in finished:
         raise CannotCut(f"{boundary[0]} did not run")
     return {call: output for call, (parent, output) in finished.items() if parent is None or parent in open_calls}

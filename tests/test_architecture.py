@@ -11,7 +11,7 @@ from defenses import DEFENSES
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
-    "errors",
+    "errors calls",
     "config intervals",
     "models",
     "data",

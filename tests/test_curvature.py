@@ -11,7 +11,6 @@ from pptp.data import Pool
 from pptp.measures import References
 from pptp.monitors.curvature import (
     Curvature,
-    by_class,
     curvature,
     enrichment,
     fd_norm,
@@ -134,5 +133,3 @@ def test_flipped_labels_are_enriched_in_the_top_decile():
     top, everywhere = enrichment(watch.mean, flipped[watch.ids])
     assert top > 2 * everywhere, (top, everywhere)
     assert set(watch.arrays()) == {"ids", "mean", *(f"epoch_{e}" for e in watch.found)}
-    high, low = by_class(watch.mean, labels[watch.ids], 3)[0]
-    assert watch.mean[high].min() >= watch.mean[low].max()

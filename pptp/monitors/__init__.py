@@ -1,5 +1,1 @@
-"""Look at memorisation while it happens: name -> monitor. Each is a `Monitor` during training and functions after it."""
-
-from .curvature import Curvature
-
-MONITORS = {"curvature": Curvature}
+"""Look at memorisation while it happens: each is a `Monitor` during training and functions after it."""

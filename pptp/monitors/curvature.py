@@ -6,7 +6,7 @@ units of loss per squared unit of the normalised input (`fd_norm`: loss per unit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -170,13 +170,3 @@ def enrichment(scores: np.ndarray, marked: np.ndarray, share: float = 0.1) -> tu
     """(share of marked samples among the top `share` by score, share among all)."""
     top = np.argsort(-scores, kind="stable")[: max(1, int(share * len(scores)))]
     return float(marked[top].mean()), float(marked.mean())
-
-
-def by_class(scores: np.ndarray, labels: np.ndarray, k: int) -> dict[int, tuple[Sequence[int], Sequence[int]]]:
-    """class -> (rows with the highest, rows with the lowest scores), for a montage."""
-    found = {}
-    for c in np.unique(labels):
-        mine = np.flatnonzero(labels == c)
-        order = mine[np.argsort(-scores[mine], kind="stable")]
-        found[int(c)] = (order[:k].tolist(), order[::-1][:k].tolist())
-    return found
