@@ -39,6 +39,7 @@ from pptp.config import experiment
 from pptp.data import Pool
 from pptp.runs import Run, measured, versions
 from pptp.suffix import Suffix, run_until
+from pptp.training import fit
 
 BATCH = 64
 CASES = {  # model, image size, cut, and the layers from there on, by hand
@@ -131,6 +132,22 @@ def steps(name: str, samples: int, rounds: int) -> dict:
     }
 
 
+def options(name: str, samples: int, rounds: int) -> dict:
+    """Seconds an epoch of the whole model under each option over those without, once compiled; kinds in turn, median of the rounds."""
+    size = CASES[name][0]
+    splits = made(samples, size)
+    kinds = {"plain": {}, "channels_last": {"channels_last": True}, "compiled": {"compile": "inductor"}}
+    kinds["both"] = kinds["channels_last"] | kinds["compiled"]
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(rounds):
+        for kind, change in kinds.items():
+            recipe = pptp.Recipe(epochs=3, batch_size=BATCH, lr=0.01, augment=False, **change)
+            rows = fit(pptp.create(name, 20, size), splits.members, recipe).rows
+            seconds[kind].append(min(row["seconds"] for row in rows[1:]))
+    median = {kind: statistics.median(values) for kind, values in seconds.items()}
+    return {"model": name, **{f"{kind}_over_plain": median[kind] / median["plain"] for kind in kinds}}
+
+
 def memory_job(name: str, kind: str, samples: int) -> None:
     size, cut, _ = CASES[name]
     splits = made(samples, size)
@@ -188,7 +205,7 @@ def frontier(epochs: int, members: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--part", choices=("steps", "frontier"), help="one half only (both)")
+    parser.add_argument("--part", choices=("steps", "frontier", "options"), help="one part only (all)")
     parser.add_argument("--model", choices=CASES, help="steps of this model only (all)")
     for hidden in ("--memory-of", "--kind", "--samples"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -197,13 +214,16 @@ def main() -> None:
     if given.memory_of:
         return memory_job(given.memory_of, given.kind, int(given.samples))
     samples, rounds = (128, 1) if given.quick else (512, 5)
-    rows = []
-    for name in () if given.part == "frontier" else [given.model] if given.model else CASES:
-        rows.append({**steps(name, samples, rounds), "memory": memory(name, samples)})
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    asked = [given.part] if given.part else ["steps", "frontier", "options"]
+    rows, chosen = {"steps": [], "options": []}, [given.model] if given.model else list(CASES)
+    for kind, name in [(kind, name) for kind in rows if kind in asked for name in chosen]:
+        measures = {"steps": lambda: {**steps(name, samples, rounds), "memory": memory(name, samples)}}  # noqa: B023
+        measures["options"] = lambda: options(name, samples, min(rounds, 3))  # noqa: B023
+        rows[kind].append(measures[kind]())
+        print(json.dumps(rows[kind][-1]), file=sys.stderr, flush=True)
     found = {
-        "steps": rows,
-        "frontier": None if given.part == "steps" else frontier(2, 64) if given.quick else frontier(20, 256),
+        **rows,
+        "frontier": None if "frontier" not in asked else frontier(2, 64) if given.quick else frontier(20, 256),
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }

@@ -55,9 +55,9 @@ class DPSGD(Defense):
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise UserError(f"dpsgd {name} is {getattr(self, name)}: it must be {rule}")
-        if recipe.clip_grad or recipe.sam_rho or recipe.amp != "no":
+        if recipe.clip_grad or recipe.sam_rho or recipe.amp != "no" or recipe.compile != "no":
             raise UserError(
-                "dpsgd clips each sample's gradient itself, in full precision: leave out clip_grad, sam_rho and amp"
+                "dpsgd clips each sample's gradient itself, by hooks and in full precision: leave out clip_grad, sam_rho, amp and compile"
             )
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("dpsgd runs in one process here: start it without torchrun")

@@ -39,6 +39,8 @@ HELP = {
     "augment": "random crop and flip while training",
     "device": "auto or cpu",
     "amp": "no, fp16 or bf16",
+    "compile": "no, inductor, aot_eager or cudagraphs: run training steps through torch.compile (then without a trunk cache)",
+    "channels_last": "train with the channels last in memory, which some processors prefer",
     "workers": "data loading processes",
     "full_checkpoint": "take M_all from this file",
     "half_checkpoint": "take M_h1 from this file",

@@ -53,6 +53,7 @@ class Parts:
             raise UserError(f"canaries is {self.canaries}: it must be 0 or above")
 
 
+COMPILERS = ("no", "inductor", "aot_eager", "cudagraphs")
 SCHEDULES = ("cosine", "step", "multistep", "poly", "tanh", "constant")
 
 
@@ -74,6 +75,8 @@ class Recipe:
     seed: int = 42
     device: str = "auto"  # "auto", "cpu"; several processes: torchrun
     amp: str = "no"  # "no", "fp16", "bf16"
+    compile: str = "no"  # "no", or a backend of torch.compile
+    channels_last: bool = False  # convolutions in the memory order that some processors prefer
     workers: int = 0
 
     def __post_init__(self):
@@ -101,6 +104,8 @@ class Recipe:
             raise UserError(f"sched is {self.sched!r}: it must be one of {', '.join(SCHEDULES)}")
         if self.amp not in ("no", "fp16", "bf16"):
             raise UserError(f"amp is {self.amp!r}: it must be no, fp16 or bf16")
+        if self.compile not in COMPILERS:
+            raise UserError(f"compile is {self.compile!r}: it must be one of {', '.join(COMPILERS)}")
 
 
 @dataclass(frozen=True)

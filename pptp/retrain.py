@@ -124,6 +124,8 @@ def _from_cache(model, parts, cut: str, defense: Defense, data: TrainingData, re
         return model, data, "nothing is frozen", recipe
     if defense.mixes_inputs:
         return model, data, f"{type(defense).__name__} blends images", recipe
+    if recipe.compile != "no":
+        return model, data, "torch.compile cannot trace the cut", recipe
     model.to(device(recipe))
     cache = TrunkCache() if cache is None else cache
     trained, cached, kept = cache.prepare(model, parts, cut, data, recipe.augment, recipe.batch_size)

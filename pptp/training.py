@@ -132,7 +132,10 @@ def fit(
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         model.to(accelerator.device)
+        if recipe.channels_last:
+            model.to(memory_format=torch.channels_last)
         wrapped, optimizer, loader = (prepare or accelerator.prepare)(model, optimizer, loader)
+        run = _compiled(wrapped, recipe)
         saved = Checkpoint(checkpoint, model, optimizer, schedule, accelerator.scaler, monitors, fingerprint)
         history = History(saved.resume())
         with _progress(title, recipe, loader, len(history.rows), accelerator) as bar:
@@ -142,7 +145,7 @@ def fit(
                 if hasattr(views, "set_epoch"):  # accelerate reaches the sampler or the data set, not both
                     views.set_epoch(epoch)
                 started = time.perf_counter()
-                row = _epoch(accelerator, wrapped, loader, optimizer, loss, epoch, recipe, monitors, bar)
+                row = _epoch(accelerator, run, loader, optimizer, loss, epoch, recipe, monitors, bar)
                 schedule.step(epoch + 1)
                 row["seconds"] = time.perf_counter() - started
                 for monitor in monitors:
@@ -154,8 +157,18 @@ def fit(
     if hasattr(data, "set_epoch"):
         data.set_epoch(None)
     accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    if recipe.channels_last:
+        model.to(memory_format=torch.contiguous_format)
     model.eval()
     return history
+
+
+def _compiled(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """The model as a step calls it; the weights are the same tensors."""
+    if recipe.compile == "no":
+        return model
+    torch.compiler.reset()  # graphs of an earlier model in this process would count against the limit of recompilations
+    return torch.compile(model, backend=recipe.compile)
 
 
 def _share_buffers(model: nn.Module, accelerator) -> None:
@@ -173,6 +186,8 @@ def _epoch(accelerator, model, loader, optimizer, loss, epoch, recipe, monitors,
     lr = optimizer.param_groups[0]["lr"]
     for batch in loader:
         inputs, targets, indices = (tensor.to(accelerator.device) for tensor in batch)
+        if recipe.channels_last and inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
         step = Step(model, inputs, targets, indices, epoch)
         value = _checked(loss, step)
         number = float(value.item())
@@ -212,6 +227,10 @@ def _checked(loss: Loss, step: Step) -> Tensor:
                 "BatchNorm cannot train on a batch of one sample: raise --batch-size or --img-size"
             ) from error
         raise
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        raise UserError(
+            f"torch.compile does not work here ({str(error.inner_exception).splitlines()[0]}): train with --compile no"
+        ) from error
 
 
 def _backward(accelerator, value) -> None:

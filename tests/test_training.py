@@ -2,11 +2,13 @@ import copy
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import pptp
+from defenses import DEFENSES
 from pptp.models import weights_digest
 from pptp.stages import freeze, split_at, stages
 from pptp.training import Batches, Monitor, cross_entropy, fit
@@ -209,6 +211,7 @@ def test_checkpoint_of_other_samples_loss_or_start_is_refused(change, model, spl
 
 TWO_PROCESSES = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 import pptp, torch
 from accelerate import PartialState
@@ -254,3 +257,60 @@ def test_two_processes_end_with_the_same_weights_buffers_and_history(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     first, second = sorted(results.iterdir())
     assert first.read_text() == second.read_text()
+
+
+@pytest.mark.parametrize("change", [{"compile": "aot_eager"}, {"channels_last": True}])
+def test_options_of_speed_change_nothing_but_rounding(model, splits, quick, change):
+    twin, start = copy.deepcopy(model), copy.deepcopy(model)
+    fit(model, splits.members, quick)
+    fit(twin, splits.members, replace(quick, **change))
+    assert all(p.is_contiguous() for p in twin.parameters())
+    assert _distance(model, twin) < 0.05 * _distance(model, start)
+
+
+def test_a_compiled_suffix_leaves_the_trunk_alone_and_goes_without_the_cache(model, splits, quick):
+    parts, twin = stages(model, (3, 32, 32)), copy.deepcopy(model)
+    plain = pptp.retrain(model, None, "layer4", DEFENSES["plain"](), splits, quick, parts=parts)
+    result = pptp.retrain(
+        twin, None, "layer4", DEFENSES["plain"](), splits, replace(quick, compile="aot_eager"), parts=parts
+    )
+    assert "torch.compile" in result["cache"] and "MB" in plain["cache"]
+    assert result["loss"] == pytest.approx(plain["loss"], rel=1e-3)
+
+
+def test_the_compiled_model_is_the_one_that_runs(model, splits, quick, monkeypatch):
+    calls = []
+    from torch._dynamo.backends.registry import lookup_backend
+
+    inner = lookup_backend("aot_eager")
+    monkeypatch.setattr(
+        torch, "compile", _compile_with(torch.compile, lambda *a, **k: calls.append(1) or inner(*a, **k))
+    )
+    fit(model, splits.members, replace(quick, compile="aot_eager"))
+    assert calls
+
+
+def _compile_with(original, backend):
+    return lambda model, backend=None, _mine=backend: original(model, backend=_mine)
+
+
+def test_a_compiler_that_does_not_work_is_one_sentence(model, splits, quick, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", _compile_with(torch.compile, broken))
+    with pytest.raises(pptp.UserError, match="no C.. compiler.*--compile no"):
+        fit(model, splits.members, replace(quick, compile="inductor"))
+
+
+def test_private_steps_refuse_a_compiler_and_take_channels_last(model, splits, quick):
+    with pytest.raises(pptp.UserError, match="compile"):
+        pptp.retrain(model, None, "layer4", DEFENSES["dpsgd"](), splits, replace(quick, compile="inductor"))
+    twin = copy.deepcopy(model)
+    for m, r in ((model, quick), (twin, replace(quick, channels_last=True))):
+        pptp.retrain(m, None, "layer4", DEFENSES["dpsgd"](noise_multiplier=0.5), splits, r)
+    assert _distance(model, twin) < 1e-4
+
+
+def _distance(a, b):
+    return torch.cat([(p - q).flatten() for p, q in zip(a.parameters(), b.parameters())]).norm().item()
