@@ -3,6 +3,7 @@
 from .attack_p import attack_p
 from .attack_r import attack_r
 from .calibration import calibration
+from .curvature import curvature
 from .feature_probe import feature_probe
 from .gradient_norm import gradient_norm
 from .label_only import agreement, boundary_distance
@@ -28,5 +29,6 @@ ATTACKS = {
     "agreement": agreement,
     "boundary_distance": boundary_distance,
     "gradient_norm": gradient_norm,
+    "curvature": curvature,
     "feature_probe": feature_probe,
 }

@@ -1,12 +1,10 @@
 """LiRA: the likelihood-ratio attack (Carlini et al., S&P 2022, arXiv 2112.03570)."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from pptp.likelihood import gaussian, log_normal
 from pptp.signals import Known, Signals, join, logit_margin, needs
-
-OWN_VARIANCE_FROM = 64  # models; with fewer, a variance for each sample is noise
 
 
 @needs(outside=2, inside=2)
@@ -23,11 +21,6 @@ def lira_offline(known: Known, query: Signals) -> Tensor:
     return _mean_over_queries(
         query, lambda q, phi: torch.special.log_ndtr((phi - outside[q][0]) / outside[q][1].clamp(min=1e-12))
     )
-
-
-def log_normal(x: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
-    spread = spread.clamp(min=1e-12)
-    return -torch.log(spread) - 0.5 * ((x - centre) / spread) ** 2
 
 
 def _views(signals: Signals) -> Tensor:
@@ -62,22 +55,3 @@ def _fits(known: Known, query: Signals) -> tuple[list, list]:
             centre, spread = gaussian(phi[:, q], chosen)
             which.append((torch.from_numpy(centre[mine]), torch.from_numpy(spread[mine])))
     return found
-
-
-def gaussian(
-    phi: np.ndarray, chosen: np.ndarray, own_variance_from: int = OWN_VARIANCE_FROM
-) -> tuple[np.ndarray, np.ndarray]:
-    """Median over the chosen models, and the standard deviation about it: one for all samples when models are few.
-
-    phi: (m, n), chosen: (m, n) bool -> two arrays (n,). NaN where no model was chosen.
-    """
-    kept = np.where(chosen, phi, np.nan)
-    some = chosen.any(0)
-    centre = np.full(phi.shape[1], np.nan)
-    centre[some] = np.nanmedian(kept[:, some], axis=0)
-    if len(phi) >= own_variance_from:
-        spread = np.full(phi.shape[1], np.nan)
-        spread[some] = np.nanstd(kept[:, some], axis=0)
-    else:
-        spread = np.full(phi.shape[1], np.nanstd(kept - centre) if some.any() else np.nan)
-    return centre, spread

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pptp.errors import UserError
+from pptp.norms import batch_norms, swap_norms
 from pptp.retrain import Defense
 from pptp.stages import train_mode
 from pptp.training import Monitor, fit
@@ -70,10 +71,8 @@ class DPSGD(Defense):
             )
 
     def adapt(self, model):
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not getattr(module, "pptp_frozen", False):
-                owner, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, group_norm(module))
+        learning = [name for name, norm in batch_norms(model).items() if not getattr(norm, "pptp_frozen", False)]
+        swap_norms(model, "gn", learning)
 
     def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
         session = Session(self, len(data.members), recipe)
@@ -114,23 +113,6 @@ class DPSGD(Defense):
         )
         start = "it counts from the weights that this training started from, which must not have seen the members"
         return f"{covers}; {start}; choosing settings by looking at the members is not covered{seed}"
-
-
-def group_norm(norm: nn.Module) -> nn.Module:
-    """GroupNorm with the scale and shift of a BatchNorm; timm's norm-and-activation layers keep their activation."""
-    from timm.layers import GroupNormAct
-
-    groups = math.gcd(32, norm.num_features)
-    if hasattr(norm, "act"):
-        new = GroupNormAct(norm.num_features, groups, eps=norm.eps)
-        new.drop, new.act = norm.drop, norm.act
-    else:
-        new = nn.GroupNorm(groups, norm.num_features, eps=norm.eps)
-    if norm.affine:
-        with torch.no_grad():
-            new.weight.copy_(norm.weight)
-            new.bias.copy_(norm.bias)
-    return new.to(norm.running_mean if norm.running_mean is not None else torch.empty(0))
 
 
 class Session(Monitor):

@@ -37,7 +37,7 @@ GROUPS = {
     "scores": lambda need: not (need.outside or need.augmented or need.measured),
     "references": lambda need: bool(need.outside),
     "label_only": lambda need: need.augmented or need.measured == "boundary",
-    "white_box": lambda need: need.measured in ("gradient", "feature"),
+    "white_box": lambda need: need.measured in ("gradient", "feature", "curvature"),
     "all": lambda need: True,
 }
 

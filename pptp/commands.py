@@ -26,13 +26,16 @@ from .retrain import Defense, retrain
 from .runs import UNDEFENDED, Run, differences, measured, read_json, write_json, write_jsonl, write_npz
 from .splits import TrainingData
 from .stages import SCRATCH, split_at, stages
+from .studies import save as save_section
 from .training import main_process, make_optimizer
+from .watching import Watching, keep_watched, slowdown
 
 
-def train_run(path: str, experiment: Experiment, fresh: bool = False) -> Run:
-    """M_all on the members and M_h1 on their first half, from the same initial weights."""
-    run = Run.create(path, experiment, fresh)
+def train_run(path: str, experiment: Experiment, fresh: bool = False, watching: Watching | None = None) -> Run:
+    """M_all on the members and M_h1 on their first half, from the same initial weights; monitors look at M_all."""
+    run, watching = Run.create(path, experiment, fresh), watching or Watching()
     print(_sizes(run))
+    _announce(run, watching)
     jobs = (
         (UNDEFENDED, run.splits.members, experiment.full_checkpoint),
         ("half", run.splits.h1, experiment.half_checkpoint),
@@ -43,8 +46,20 @@ def train_run(path: str, experiment: Experiment, fresh: bool = False) -> Run:
         elif given:
             _adopt(run, name, given)
         else:
-            _train_one(run, name, part)
+            _train_one(run, name, part, watching if name == UNDEFENDED else Watching())
     return run
+
+
+def _announce(run: Run, watching: Watching) -> None:
+    """What the monitors will cost, before they do."""
+    if not watching.names:
+        return
+    if run.experiment.full_checkpoint or (run.folder(UNDEFENDED) / "last.safetensors").exists():
+        raise UserError(
+            f"monitors look on while the model is trained, and that of {run.path} is trained already: leave them out, or train again with --fresh"
+        )
+    for name, factor in slowdown(run, run.splits.members, watching).items():
+        print(f"monitor {name}: training will take about {factor:.2f} times as long (every {watching.every} epochs)")
 
 
 def _sizes(run: Run) -> str:
@@ -69,19 +84,24 @@ def _initial_model(run: Run, folder: Path):
     return model
 
 
-def _train_one(run: Run, name: str, part) -> None:
+def _train_one(run: Run, name: str, part, watching: Watching) -> None:
     folder = run.folder(name)
     model = _initial_model(run, folder)
     keep = [KeepWeights(folder, run.experiment.keep_epochs)] if name == UNDEFENDED else []
+    monitors = watching.monitors(run, part)
     title = f"{name} ({len(part)} images)"
     cost: dict[str, float] = {}
     with measured(cost):
         data = TrainingData(part, run.splits.reference)
-        summary = train_base(run.experiment, model, data, run.experiment.recipe, keep, folder / "checkpoint.pt", title)
+        looking = [*keep, *monitors.values()]
+        summary = train_base(
+            run.experiment, model, data, run.experiment.recipe, looking, folder / "checkpoint.pt", title
+        )
     if not main_process():
         return
     cost["seconds"] = summary["seconds"]  # of all epochs, also of those before a resume
     _keep_history(folder)
+    keep_watched(run, monitors)
     write_json(folder / "cost.json", cost)
     card = "Trained by pptp without a privacy defense. It memorises; do not publish it."
     run.save_model(name, model, f"# {run.experiment.model}, {name}\n\n{card}\n")
@@ -349,9 +369,9 @@ def _keep_history(folder: Path) -> None:
 
 def _card(run: Run, job: _Job, defense, result: dict) -> str:
     what = "retrained whole" if job.cut == SCRATCH else f"frozen before {job.cut}, retrained from there on"
-    swapped = type(defense).adapt is not Defense.adapt
+    swapped = type(defense).adapt is not Defense.adapt or run.experiment.norm
     loading = (
-        "Its layers were swapped for the defense, so it loads with pptp only."
+        "Some of its layers were swapped, so it loads with pptp only."
         if swapped
         else 'Load it with `timm.create_model("local-dir:<this folder>", pretrained=True)`.'
     )
@@ -367,6 +387,15 @@ def report_run(path: str, images: bool = True) -> Path:
     target = write_report(run, images)
     print(f"wrote {target}")
     return target
+
+
+def monitor_run(path: str, name: str, **settings) -> Path:
+    """`pptp monitor`: study a finished run and keep the section for the report."""
+    from .studies import batchnorm, curvature, dynamics, factors, tokens
+
+    kinds = {"dynamics": dynamics, "curvature": curvature, "tokens": tokens, "batchnorm": batchnorm, "factors": factors}
+    run = Run.open(path)
+    return save_section(run, kinds[name].study(run, **settings))
 
 
 def stages_of(model_name: str, img_size: int = 0, blocks: bool = False) -> None:

@@ -114,6 +114,7 @@ class Experiment:
 
     model: str = "resnet18"
     model_kwargs: dict = field(default_factory=dict)
+    norm: str = ""  # "gn", "ln" or "none" in place of BatchNorm; of some stages only as "gn:layer3,layer4"
     pretrained: bool = False  # start from timm's weights instead of random ones
     full_checkpoint: str = ""  # take M_all, M_h1 and the initial weights from files instead of training
     half_checkpoint: str = ""

@@ -81,6 +81,12 @@ class Part(Dataset):
             self.pool.set_epoch(epoch)
 
 
+def some(data: Dataset, most: int, name: str, seed: int = 0) -> Part:
+    """A seeded choice of at most so many samples, in their order."""
+    data = indexed(data)
+    return Part(data, np.sort(np.random.default_rng(seed).permutation(len(data))[:most]), name)
+
+
 class Augmented(Dataset):
     """Random crop (zero padding of an eighth) and horizontal flip, as in the PPTP paper.
 

@@ -28,7 +28,7 @@ from .models import load_weights, read_weights, weights_digest
 from .plugins import code_of, find
 from .procedures import train_base, train_like
 from .runs import UNDEFENDED, Run, read_json, write_json, write_npz
-from .signals import collect
+from .signals import collect, logit_margin
 from .splits import TrainingData
 from .training import Monitor
 
@@ -212,11 +212,44 @@ def record_ensemble(jobs: Sequence[Job], run: Run) -> None:
     write_json(path, {"ensembles": [*others, {"job": template, "models": models}]})
 
 
-def ready_jobs(run: Run, procedure: str) -> list[Job]:
-    """Of the recorded ensembles the one with most outputs there (the last of equals), for models and data as they are now."""
+def ready_jobs(run: Run, procedure: str, recorded: bool = False) -> list[Job]:
+    """Of the ensembles that were asked for the one with most outputs there (the last of equals), for models and data as they are now.
+
+    recorded: only among those with outputs of several epochs.
+    """
     path = home(run, procedure) / "ensemble.json"
     entries = read_json(path, "")["ensembles"] if path.exists() else []
+    entries = [entry for entry in entries if entry["job"]["epochs"] or not recorded]
     return max((_ready(run, entry) for entry in reversed(entries)), key=len, default=[])
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What reference models said of the attacked samples during their training."""
+
+    epochs: np.ndarray  # (t,)
+    ids: np.ndarray  # (n,)
+    phi: np.ndarray  # (t, m, n): log(p_y / (1 - p_y))
+    members: np.ndarray  # (m, n) bool
+
+
+def recorded_margins(run: Run, procedure: str) -> Recorded | None:
+    """Of the ensemble with recorded epochs; None if there is none."""
+    jobs = ready_jobs(run, procedure, recorded=True)
+    if not jobs:
+        return None
+    last = (jobs[0].plan(run) or {"recipe": asdict(run.experiment.recipe)})["recipe"]["epochs"]
+    files = {epoch: f"outputs_{epoch}.npz" for epoch in sorted(jobs[0].epochs) if epoch != last} | {last: "outputs.npz"}
+    ids = attacked_ids(run)
+    labels = torch.from_numpy(run.splits.pool.labels[ids])
+
+    def margins(job: Job, name: str) -> np.ndarray:
+        with np.load(job.folder(run) / name) as saved:
+            return logit_margin(torch.from_numpy(saved["logits"])[ids], labels).numpy()
+
+    phi = np.stack([[margins(job, name) for job in jobs] for name in files.values()])
+    masks = np.stack([half_mask(job.index, len(ids), job.seed) for job in jobs])
+    return Recorded(np.array(list(files)), ids, phi, masks)
 
 
 def unfinished(run: Run, procedure: str) -> str:

@@ -15,6 +15,7 @@ from .boundary import boundary_distances
 from .data import View, indexed
 from .errors import UserError
 from .gradients import gradient_norms
+from .monitors.curvature import curvature
 from .probes import pooled_features
 from .signals import Needs, Signals, collect
 from .stages import Stage, stages
@@ -70,6 +71,7 @@ class Effort:
             raise UserError(f"queries is {self.queries}: it must be at least 1")
 
 
+EXACT_CLASSES = 20  # above, so many are sampled for the curvature
 STARTS = 200  # images that the search for the boundary starts from
 
 
@@ -100,6 +102,12 @@ def measure(
     if "gradient" in kinds:
         norms = gradient_norms(model, data, parts, min(64, effort.batch_size), effort.workers)
         measured |= {f"gradient/{name}": values for name, values in norms.items()}
+    if "curvature" in kinds:
+        classes = signals.logits.shape[1]
+        drawn = 0 if classes <= EXACT_CLASSES else EXACT_CLASSES  # exact costs a backward pass a class
+        measured["curvature"] = curvature(
+            model, data, "fisher", min(64, effort.batch_size), effort.workers, samples=drawn
+        )
     if "feature" in kinds:
         features, _ = pooled_features(model, parts, data, effort.batch_size, effort.workers)
         measured |= {f"feature/{name}": torch.from_numpy(values) for name, values in features.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Mapping, Sequence
 
@@ -30,7 +31,7 @@ STYLE = {
 }
 
 
-def _svg(figure, salt: str) -> str:
+def as_svg(figure, salt: str) -> str:
     """The figure as an <svg> element; `salt` keeps ids of different figures on one page apart."""
     buffer = io.StringIO()
     with plt.rc_context({"svg.hashsalt": salt, **STYLE}):
@@ -40,29 +41,39 @@ def _svg(figure, salt: str) -> str:
     return text[text.index("<svg") :]
 
 
-def _errors(estimates: Sequence[Mapping]) -> np.ndarray:
+def png(image) -> str:
+    """A data URI of an image (channels, h, w), stretched to its own range."""
+    from torchvision.transforms.functional import to_pil_image
+
+    buffer = io.BytesIO()
+    image = (image - image.min()) / (image.max() - image.min()).clamp(min=1e-6)
+    to_pil_image(image).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def error_bars(estimates: Sequence[Mapping]) -> np.ndarray:
     """(2, n) distances from the value to both ends of the interval."""
     return np.array(
         [[max(0.0, e["value"] - e["low"]) for e in estimates], [max(0.0, e["high"] - e["value"]) for e in estimates]]
     )
 
 
-def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **more):
+def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **more):
     with plt.rc_context(STYLE):
         return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **more)
 
 
 def trade_off(evaluations: Mapping[str, Mapping]) -> str:
     """Test accuracy against the AUC of the strongest attack, one point a model; up and to the left is better."""
-    figure, axes = _figure(6.4, 4)
+    figure, axes = canvas(6.4, 4)
     axis = axes[0, 0]
     for (name, found), colour in zip(evaluations.items(), _colours(evaluations)):
         leak, useful = found["strongest"]["auc"], found["test_accuracy"]
         axis.errorbar(
             leak["value"],
             useful["value"],
-            xerr=_errors([leak]),
-            yerr=_errors([useful]),
+            xerr=error_bars([leak]),
+            yerr=error_bars([useful]),
             fmt="o",
             color=colour,
             label=name,
@@ -71,12 +82,12 @@ def trade_off(evaluations: Mapping[str, Mapping]) -> str:
     axis.axvline(0.5, color=GREY, linestyle=":", linewidth=1)
     axis.set(xlabel="AUC of the strongest attack (0.5 = no leak)", ylabel="test accuracy")
     axis.legend(loc="best")
-    return _svg(figure, "trade-off")
+    return as_svg(figure, "trade-off")
 
 
 def frontier(points: Sequence[Mapping], target_auc: float | None = None) -> str:
     """Test accuracy against leakage of every point of a sweep, one colour a cut; Pareto points joined, the chosen one ringed."""
-    figure, axes = _figure(6.4, 4.2)
+    figure, axes = canvas(6.4, 4.2)
     axis = axes[0, 0]
     cuts = list(dict.fromkeys(point["cut"] for point in points))
     for cut, colour in zip(cuts, _colours(dict.fromkeys(cuts))):
@@ -85,8 +96,8 @@ def frontier(points: Sequence[Mapping], target_auc: float | None = None) -> str:
         axis.errorbar(
             [e["value"] for e in leak],
             [e["value"] for e in useful],
-            xerr=_errors(leak),
-            yerr=_errors(useful),
+            xerr=error_bars(leak),
+            yerr=error_bars(useful),
             fmt="o",
             color=colour,
             label=cut,
@@ -106,7 +117,7 @@ def frontier(points: Sequence[Mapping], target_auc: float | None = None) -> str:
     axis.axvline(0.5, color=GREY, linestyle=":", linewidth=1)
     axis.set(xlabel="AUC of the strongest attack (0.5 = no leak)", ylabel="test accuracy")
     axis.legend(loc="best", title="cut")
-    return _svg(figure, "frontier")
+    return as_svg(figure, "frontier")
 
 
 def _colours(names: Mapping) -> list[str]:
@@ -116,7 +127,7 @@ def _colours(names: Mapping) -> list[str]:
 def stage_auc(risk: Mapping) -> str:
     """Disparity per stage by both metrics, the band that counts as none, and the cut."""
     stages = risk["stages"]
-    figure, axes = _figure(6.4, 3.4)
+    figure, axes = canvas(6.4, 3.4)
     axis, at = axes[0, 0], np.arange(len(stages))
     axis.axhspan(
         0.5 - risk["delta"],
@@ -131,7 +142,7 @@ def stage_auc(risk: Mapping) -> str:
         axis.errorbar(
             at + shift,
             [e["value"] for e in found],
-            yerr=_errors(found),
+            yerr=error_bars(found),
             fmt=marker + "-",
             color=colour,
             label=metric,
@@ -148,7 +159,7 @@ def stage_auc(risk: Mapping) -> str:
     )
     axis.set(ylabel="AUC, unseen over seen")
     axis.legend(loc="upper left")
-    return _svg(figure, "stage-auc")
+    return as_svg(figure, "stage-auc")
 
 
 def _mark_cut(axis, risk: Mapping) -> None:
@@ -161,7 +172,7 @@ def _mark_cut(axis, risk: Mapping) -> None:
 def probe_curve(risk: Mapping) -> str:
     """Held-out accuracy of a linear probe per stage, and how much better members of the half model are read."""
     stages = [stage for stage in risk["stages"] if stage["probe"]]
-    figure, axes = _figure(6.4, 3.2, 1, 2)
+    figure, axes = canvas(6.4, 3.2, 1, 2)
     at, names = np.arange(len(stages)), [stage["name"] for stage in stages]
     for axis, key, title in (
         (axes[0, 0], "probe", "linear probe, held-out accuracy"),
@@ -171,7 +182,7 @@ def probe_curve(risk: Mapping) -> str:
         axis.errorbar(
             at,
             [e["value"] for e in found],
-            yerr=_errors(found),
+            yerr=error_bars(found),
             fmt="o-",
             color=INK,
             capsize=3,
@@ -181,7 +192,7 @@ def probe_curve(risk: Mapping) -> str:
         axis.set_xticks(at, names, rotation=45, ha="right")
         axis.set_title(title)
     axes[0, 1].axhspan(-risk["delta"], risk["delta"], color=GREY, alpha=0.25, linewidth=0)
-    return _svg(figure, "probe")
+    return as_svg(figure, "probe")
 
 
 def distance_histograms(
@@ -191,7 +202,7 @@ def distance_histograms(
     stages = risk["stages"]
     columns = min(4, len(stages))
     rows = -(-len(stages) // columns)
-    figure, axes = _figure(2.3 * columns, 1.9 * rows, rows, columns)
+    figure, axes = canvas(2.3 * columns, 1.9 * rows, rows, columns)
     for axis in axes.flat[len(stages) :]:
         axis.set_visible(False)
     for axis, stage in zip(axes.flat, stages):
@@ -203,12 +214,12 @@ def distance_histograms(
         axis.set_title(f"{stage['name']}: {stage['distances'][metric]['auc']['value']:.3f}")
         axis.set_yticks([])
     axes[0, 0].legend(fontsize=7, handlelength=1)
-    return _svg(figure, f"histograms-{metric}")
+    return as_svg(figure, f"histograms-{metric}")
 
 
 def roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], attack: str, smallest: float) -> str:
     """True against false positives on log axes, where the leak of a few samples shows."""
-    figure, axes = _figure(5.2, 4.2)
+    figure, axes = canvas(5.2, 4.2)
     axis = axes[0, 0]
     grid = np.geomspace(smallest, 1, 200)
     axis.plot(grid, grid, color=GREY, linestyle=":", linewidth=1, label="guessing")
@@ -225,4 +236,4 @@ def roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], attack: str, smalle
         title=f"{attack} attack",
     )
     axis.legend(loc="lower right")
-    return _svg(figure, "roc")
+    return as_svg(figure, "roc")

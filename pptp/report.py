@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jinja2
 import numpy as np
+import torch
 from markupsafe import Markup
 
-from . import plots
+from . import charts, plots, studies
 from .evaluate import Evaluation, leak_difference
 from .intervals import Estimate
 from .models import atomically
@@ -33,6 +35,8 @@ def write_report(run: Run, images: bool = True) -> Path:
         **facts,
         figures={name: Markup(svg) for name, svg in _figures(run, facts).items()},
         pictures={name: _pictures(run, found) for name, found in facts["evaluations"].items()} if images else {},
+        section_figures=_section_figures(run, facts["sections"]),
+        montages=_montages(run, facts["sections"]) if images else {},
     )
     target = run.path / "report.html"
     write_json(run.path / "report.json", facts)
@@ -50,6 +54,7 @@ def gather(run: Run) -> dict:
     retrained = {name: plan for name, plan in retrained.items() if "result" in plan}
     evaluations, missing = run.evaluations()
     loaded = {name: load_evaluation(run, name) for name in evaluations}
+    sections, stale = studies.load(run)
     return {
         "experiment": run.experiment.to_dict(),
         "data_name": _data_name(run),
@@ -64,8 +69,9 @@ def gather(run: Run) -> dict:
         "headline": _headline(risk, retrained, evaluations, loaded),
         "steps": _steps(run, sizes, risk, retrained),
         "costs": _costs(run, risk, retrained, evaluations),
-        "caveats": _caveats(run, retrained, missing, loaded),
+        "caveats": _caveats(run, retrained, missing, loaded) + _stale(stale),
         "audit": _audit(run),
+        "sections": sections,
         "versions": record["versions"],
     }
 
@@ -76,6 +82,37 @@ def _audit(run: Run) -> dict:
     found = read_json(path, "") if path.exists() else {}
     names = run.trained_names()
     return {name: row for name, row in found.items() if name in names and row["weights"] == run.model_digest(name)}
+
+
+def _stale(names: list[str]) -> list[str]:
+    return [f"Of models that have changed since, and so not shown: pptp monitor {name}." for name in names]
+
+
+def _section_figures(run: Run, sections: dict[str, dict]) -> dict[str, list]:
+    """name -> [(caption, figure)]; "" for what was seen while training."""
+    found = {name: charts.FIGURES[name](section["data"]) for name, section in sections.items()}
+    history = run.folder(UNDEFENDED) / "history.jsonl"
+    found[""] = (
+        charts.while_training([json.loads(line) for line in history.read_text().splitlines()])
+        if history.exists()
+        else []
+    )
+    return {name: [(caption, Markup(svg)) for caption, svg in figures] for name, figures in found.items()}
+
+
+def _montages(run: Run, sections: dict[str, dict]) -> dict[str, list]:
+    """name -> [(caption, images as data URIs)]: training samples by id, or made ones that the section holds."""
+    found = {
+        name: [(row["caption"], [plots.png(run.splits.pool[k][0]) for k in row["ids"]]) for row in section["images"]]
+        for name, section in sections.items()
+    }
+    rows = sections["tokens"]["data"]["rows"] if "tokens" in sections else []
+    if any(row["rebuilt"] for row in rows):
+        with np.load(run.path / "monitors" / "tokens.npz") as saved:
+            made = torch.from_numpy(saved["rebuilt"])
+        names = [f"{row['model']}, {row['when']}, rebuilt from gradients of the {row['shared']} model" for row in rows]
+        found["tokens"] += [(name, [plots.png(image) for image in images]) for name, images in zip(names, made)]
+    return found
 
 
 def _data_name(run: Run) -> str:
@@ -134,20 +171,7 @@ def _compared_with_all(name: str, found: dict, retrained: dict, loaded: dict[str
 def _pictures(run: Run, found: dict) -> list[tuple[str, dict]]:
     """(PNG as a data URI, what is known of it) of the most exposed members."""
     samples = found["exposure"]["samples"][:SHOWN]
-    return [(_png(run.splits.pool[sample["id"]][0]), sample) for sample in samples]
-
-
-def _png(x) -> str:
-    """An image as it was fed to the model, stretched to its own range."""
-    import base64
-    import io
-
-    from torchvision.transforms.functional import to_pil_image
-
-    buffer = io.BytesIO()
-    x = (x - x.min()) / (x.max() - x.min()).clamp(min=1e-6)
-    to_pil_image(x).save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return [(plots.png(run.splits.pool[sample["id"]][0]), sample) for sample in samples]
 
 
 def _where(risk: dict) -> str:

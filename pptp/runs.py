@@ -35,6 +35,7 @@ from . import canaries, models, sources, splits
 from .config import Experiment
 from .data import Part
 from .errors import UserError
+from .norms import swap_as_told
 from .plugins import build
 from .retrain import Defense, replay_adapt
 from .stages import SCRATCH, Stage, stages
@@ -195,9 +196,13 @@ class Run:
     def fresh_model(self, seed: int | None = None) -> nn.Module:
         """The model with its initial weights; with those of another seed for reference models."""
         options = self._model_options if seed is None else {**self._model_options, "seed": seed}
-        return models.create(
-            self.experiment.model, self.splits.classes, pretrained=self.experiment.pretrained, **options
-        )
+        return self._built(pretrained=self.experiment.pretrained, **options)
+
+    def _built(self, **options) -> nn.Module:
+        model = models.create(self.experiment.model, self.splits.classes, **options)
+        if self.experiment.norm:
+            swap_as_told(model, self.experiment.norm, self.parts)
+        return model
 
     def folder(self, name: str) -> Path:
         """Where a model lives: "undefended", "half", or the name of a retraining."""
@@ -209,7 +214,7 @@ class Run:
         if not weights.exists():
             command = f"pptp train {self.path}" if name in (UNDEFENDED, "half") else f"pptp retrain {self.path}"
             raise UserError(f'no {weights}: run "{command}" first')
-        model = models.create(self.experiment.model, self.splits.classes, **self._model_options)
+        model = self._built(**self._model_options)
         self._adapt(model, name)
         models.load_weights(model, models.read_weights(weights), weights)
         return model.eval().to(device(self.experiment.recipe))
@@ -312,7 +317,7 @@ def differences(old: Mapping, new: Mapping) -> list[str]:
 
 def _clear(path: Path) -> None:
     """Remove what pptp made in a run directory, and nothing else."""
-    for name in ("full", "half", "retrain", "evaluate", "ensembles"):
+    for name in ("full", "half", "retrain", "evaluate", "ensembles", "frontier", "monitors", "factors"):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in (
         "run.json",

@@ -88,7 +88,7 @@ class History:
         """The last row's loss and accuracy, total seconds, and the mean over epochs of everything logged."""
         if not self.rows:
             return {}
-        own = ("epoch", "lr", "loss", "accuracy", "seconds")
+        own = ("epoch", "lr", "loss", "accuracy", "seconds", "monitor_seconds")
         logged = {k for row in self.rows for k in row if k not in own}
         means = {k: sum(row.get(k, 0.0) for row in self.rows) / len(self.rows) for k in sorted(logged)}
         last = self.rows[-1]
@@ -148,8 +148,10 @@ def fit(
                 row = _epoch(accelerator, run, loader, optimizer, loss, epoch, recipe, monitors, bar)
                 schedule.step(epoch + 1)
                 row["seconds"] = time.perf_counter() - started
+                looking = time.perf_counter()
                 for monitor in monitors:
                     row |= monitor.after_epoch(model, epoch)
+                row |= {"monitor_seconds": time.perf_counter() - looking} if monitors else {}
                 history.rows.append(row)
                 if accelerator.is_main_process:
                     saved.write(history.rows)

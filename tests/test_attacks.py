@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from attacks import ATTACKS
-from attacks.lira import gaussian, log_normal
 from attacks.metric import confidence, correctness, entropy, modified_entropy
 from pptp import Known, Signals, UserError
 from pptp.evaluate import applicable, run_attacks
+from pptp.likelihood import gaussian, log_normal
 from pptp.signals import logit_margin
 
 Z = torch.tensor([[2, 0, -1], [0, 1, 0.5], [-1, 0, 3], [0.2, 0.1, 0]], dtype=torch.float64)
@@ -76,6 +76,7 @@ def world(n=60, models=6, classes=4, seed=0, leak=0.0, scale=2.0):
     reference_views = references[:, None] + noise(models, 3, n, classes) / 4
     measured = {
         "gradient/input": noise(n).exp() * torch.exp(-leak * members),
+        "curvature": noise(n).exp() * torch.exp(-leak * members),
         "boundary": noise(n).exp() * torch.exp(leak * members),
         "feature/stem": torch.cat([hot + noise(n, classes) / (1 + leak * members[:, None]), noise(n, 2)], 1).float(),
     }

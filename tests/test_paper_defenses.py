@@ -27,11 +27,12 @@ from defenses import (
 )
 from defenses.advreg import Adversary, InferenceNetwork
 from defenses.cskd import Partners, distillation
-from defenses.dpsgd import Session, group_norm, per_sample_ready
+from defenses.dpsgd import Session, per_sample_ready
 from defenses.hamp import soft_labels
 from defenses.mist import Dealt, average, cross_difference
 from defenses.selena import Lookup, _mean_over, leave_out, soft_cross_entropy
 from pptp.cli import main
+from pptp.norms import group_norm
 from pptp.runs import Run
 from pptp.stages import freeze, split_at, stages, train_mode
 from pptp.training import sharpness_aware

@@ -11,14 +11,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ..data import Part, batches, indexed, sample_ids
+from ..data import batches, sample_ids, some
 from ..errors import UserError
-from ..intervals import Estimate
-from ..measures import References
+from ..stages import bare
 from ..training import Monitor
 
 SMOOTH = (nn.GELU, nn.SiLU, nn.ELU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Hardswish, nn.Mish)
@@ -89,10 +87,11 @@ def curvature(
     if estimator not in ESTIMATORS:
         raise UserError(f"curvature estimator is {estimator!r}: it must be one of {', '.join(ESTIMATORS)}")
     model.eval()
-    found = [
-        ESTIMATORS[estimator](model, x, y, **settings).detach().cpu()
-        for x, y in batches(data, model, batch_size, workers)
-    ]
+    with bare(model):  # what is done to outputs afterwards has no gradient, and someone who holds the weights can leave it out
+        found = [
+            ESTIMATORS[estimator](model, x, y, **settings).detach().cpu()
+            for x, y in batches(data, model, batch_size, workers)
+        ]
     return torch.cat(found)
 
 
@@ -101,26 +100,14 @@ def is_piecewise_linear(model: nn.Module) -> bool:
     return not any(isinstance(module, SMOOTH) for module in model.modules())
 
 
-def memorization(references: References, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(score, ids): Pr[correct | trained on] - Pr[correct | not] over an ensemble (Feldman & Zhang 2020), where both kinds exist."""
-    right = (references.logits.argmax(-1) == torch.as_tensor(labels)[references.ids]).double()  # (m, n)
-    inside, outside = references.members.double(), (~references.members).double()
-    both = (inside.sum(0) > 0) & (outside.sum(0) > 0)
-    score = (right * inside).sum(0) / inside.sum(0).clamp(min=1) - (right * outside).sum(0) / outside.sum(0).clamp(
-        min=1
-    )
-    return score[both].numpy(), references.ids[both.numpy()]
+def memorization(right: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """(n,) Pr[correct | trained on] - Pr[correct | not] over models (Feldman & Zhang 2020); NaN where one kind of model is missing.
 
-
-def rank_correlation(a: np.ndarray, b: np.ndarray, confidence: float = 0.95) -> Estimate:
-    """Spearman's rho with a Fisher interval (variance after Bonett & Wright 2000: (1 + rho^2/2)/(n - 3))."""
-    n = len(a)
-    if n < 10 or np.ptp(a) == 0 or np.ptp(b) == 0:
-        return Estimate(0.0, -1.0, 1.0, "too few samples" if n < 10 else "one side does not vary")
-    rho = float(stats.spearmanr(a, b).statistic)
-    centre, half = np.arctanh(np.clip(rho, -0.999999, 0.999999)), stats.norm.ppf(0.5 + confidence / 2)
-    half *= ((1 + rho**2 / 2) / (n - 3)) ** 0.5
-    return Estimate(rho, float(np.tanh(centre - half)), float(np.tanh(centre + half)))
+    right, members: (m, n) bool.
+    """
+    inside, outside = members.sum(0), (~members).sum(0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (right & members).sum(0) / inside - (right & ~members).sum(0) / outside
 
 
 class Curvature(Monitor):
@@ -133,9 +120,8 @@ class Curvature(Monitor):
     def __init__(
         self, data: Dataset, every: int = 1, most: int = 2000, estimator: str = "fisher", seed: int = 0, **settings
     ):
-        data = indexed(data)
-        rows = np.sort(np.random.default_rng(seed).permutation(len(data))[:most])
-        self.data, self.ids = Part(data, rows, "watched"), sample_ids(data)[rows]
+        self.data = some(data, most, "watched", seed)
+        self.ids, self.watched = sample_ids(self.data), len(self.data)
         self.every, self.estimator = every, estimator
         self.settings = settings or ({"samples": 1} if estimator == "fisher" else {})
         self.found: dict[int, Tensor] = {}
