@@ -245,7 +245,18 @@ def _in_execution_order(model: nn.Module, groups: list[Group], events: list[Even
             ordered[-1] = _joined(ordered[-1], group, "layers run interleaved")
         else:
             ordered.append(group)
-    return ordered
+    return _stages_in_a_row(ordered)
+
+
+def _stages_in_a_row(groups: list[Group]) -> list[Group]:
+    """Number stages as they run: a group whose stage was left before it ran (a patch embedding named like the stem) goes with its neighbour."""
+    number: dict[int, int] = {}
+    for group in groups:
+        number.setdefault(group.stage, len(number))
+    last = 0
+    for group in groups:
+        group.stage = last = max(last, number[group.stage])
+    return groups
 
 
 def _settle_shared(model: nn.Module, groups: list[Group], events: list[Event]) -> list[Group]:

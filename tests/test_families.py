@@ -20,7 +20,7 @@ from pptp.suffix import Suffix, run_until
 
 FAMILIES = json.loads(Path(__file__).with_name("families.json").read_text())
 SAMPLE = [
-    "resnet", "vision_transformer", "convnext", "mobilenetv3", "efficientnet", "swin_transformer", "levit", "mvitv2", "crossvit", "hrnet", "pit", "rdnet",
+    "resnet", "vision_transformer", "convnext", "mobilenetv3", "visformer", "swin_transformer", "levit", "mvitv2", "crossvit", "hrnet", "pit", "rdnet",
 ]  # fmt: skip
 
 
