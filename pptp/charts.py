@@ -110,6 +110,8 @@ def tokens(data: Mapping) -> Figures:
 
 def batchnorm(data: Mapping) -> Figures:
     variants = data["variants"]
+    if not variants:
+        return []
     figure, axes = canvas(6.4, 3.2, 1, 2)
     at = np.arange(len(variants))
     for axis, key, title in ((axes[0, 0], "auc", "AUC of confidence"), (axes[0, 1], "influence", "pull of an outlier")):

@@ -237,6 +237,7 @@ def _monitor_flags(sub: argparse.ArgumentParser) -> None:
     token.add_argument("--extractor", default="transformer", help="transformer or autoencoder (transformer)")
     token.add_argument("--batches", type=int, default=200, help="batches at each checkpoint (200)")
     token.add_argument("--token-batch", type=int, default=8, help="samples of a batch (8)")
+    token.add_argument("--critic-iterations", type=int, default=200, help="steps of training the critic (200)")
     token.add_argument("--images", type=int, default=1, help="images to rebuild from their gradients (1)")
     token.add_argument("--dlg-steps", type=int, default=30, help="steps of the rebuilding (30)")
     norm = kind("batchnorm", "train the model again with other norms and compare what they leak about outliers")
@@ -269,7 +270,9 @@ def _monitor(arguments: argparse.Namespace) -> None:
     elif name == "tokens":
         from .monitors.tokens import Settings
 
-        chosen = Settings(arguments.extractor, arguments.batches, arguments.token_batch)
+        chosen = Settings(
+            arguments.extractor, arguments.batches, arguments.token_batch, iterations=arguments.critic_iterations
+        )
         settings = {"settings": chosen, "images": arguments.images, "dlg_steps": arguments.dlg_steps}
     elif name == "batchnorm":
         variants = tuple(arguments.variants.split(","))

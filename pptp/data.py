@@ -161,7 +161,9 @@ def _check_sample(sample) -> None:
 
 
 def sample_ids(dataset: Dataset) -> np.ndarray:
-    """The ids of a part in its pool, of a torch `Subset` in its data set; positions otherwise. (n,)"""
+    """The ids of a part (of a part) in its pool, of a torch `Subset` in its data set; positions otherwise. (n,)"""
+    if isinstance(dataset, Part) and isinstance(getattr(dataset, "pool", None), Part):
+        return sample_ids(dataset.pool)[dataset.indices]
     inner = dataset.dataset if isinstance(dataset, Indexed) and hasattr(dataset.dataset, "indices") else dataset
     return np.asarray(getattr(inner, "indices", np.arange(len(dataset))), dtype=np.int64)
 

@@ -11,7 +11,7 @@ from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 
 import pptp
-from pptp.data import Augmented, Indexed, Pool, crop_and_flip
+from pptp.data import Augmented, Indexed, Part, Pool, crop_and_flip, sample_ids, some
 from pptp.sources import digits, load
 from pptp.splits import EvaluationDataTouched, _stratified
 
@@ -303,3 +303,10 @@ def test_bad_source_is_refused(settings, says):
 def test_more_classes_than_there_are_is_refused():
     with pytest.raises(pptp.UserError, match="limit_classes is 30, but the data has 10"):
         load(pptp.Source(limit_classes=30))
+
+
+def test_a_part_of_a_part_keeps_the_ids_of_the_pool(pool):
+    inner = Part(pool, [10, 20, 30, 40], "inner")
+    outer = some(inner, 2, "outer", seed=1)
+    assert set(sample_ids(outer)) <= {10, 20, 30, 40}
+    assert [outer[k][2] for k in range(2)] == sample_ids(outer).tolist()

@@ -87,7 +87,9 @@ def curvature(
     if estimator not in ESTIMATORS:
         raise UserError(f"curvature estimator is {estimator!r}: it must be one of {', '.join(ESTIMATORS)}")
     model.eval()
-    with bare(model):  # what is done to outputs afterwards has no gradient, and someone who holds the weights can leave it out
+    with bare(
+        model
+    ):  # what is done to outputs afterwards has no gradient, and someone who holds the weights can leave it out
         found = [
             ESTIMATORS[estimator](model, x, y, **settings).detach().cpu()
             for x, y in batches(data, model, batch_size, workers)

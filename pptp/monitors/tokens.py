@@ -38,7 +38,7 @@ class Settings:
     iterations: int = 200
     lr: float = 1e-4
     extractor_lr: float = 1e-5
-    most: int = 4096  # larger gradients of a layer are sketched to this size
+    most: int = 1024  # larger gradients of a layer are sketched to this size
     seed: int = 0
 
     def __post_init__(self):
@@ -433,8 +433,8 @@ def reconstruct(
             made = torch.autograd.grad(F.cross_entropy(model(guess), y), used, create_graph=True)
             loss = sum((a - b).square().sum() for a, b in zip(made, wanted)) / scale
             loss.backward(inputs=[guess])
-            if float(loss) < best[0]:
-                best[:] = [float(loss), guess.detach().clone()]
+            if loss.item() < best[0]:
+                best[:] = [loss.item(), guess.detach().clone()]
             return loss
 
         for _ in range(steps):

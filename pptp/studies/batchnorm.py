@@ -37,6 +37,8 @@ def study(
     lines = [
         f"{verdict(KINDS[kind], gap)[0].upper()}{verdict(KINDS[kind], gap)[1:]}." for kind, gap in differences.items()
     ]
+    if not at:
+        lines = ["No variant learned anything in so few epochs: there is nothing to compare."]
     return Section(
         "batchnorm",
         "What BatchNorm adds",
@@ -44,7 +46,7 @@ def study(
         [_table(traces, at, found), _stage_table(stages)],
         _caveats(traces, at, level, samples),
         {
-            "level": level,
+            "level": level if at else None,
             "variants": {kind: _numbers(traces[kind], at[kind], found[kind]) for kind in found},
             "stages": {name: e.to_dict() for name, e in stages.items()},
         },
@@ -217,11 +219,12 @@ def _numbers(trace: dict, epoch: int, found: dict) -> dict:
 
 
 def _caveats(traces: dict, at: dict[str, int], level: float, samples: Samples) -> list[str]:
+    matched = f"Every variant is judged at the first epoch whose training loss is at most {level:.3f}; learning rate and all else are the run's, which may suit one norm better than another."
     lines = [
-        f"Every variant is judged at the first epoch whose training loss is at most {level:.3f}; learning rate and all else are the run's, which may suit one norm better than another.",
+        *([matched] if at else []),
         f"Outliers are {int(samples.outliers.sum())} samples with a wrong label, half of them trained on. One training of each variant: intervals are over samples, not over seeds.",
     ]
     missing = [KINDS[kind] for kind in traces if kind not in at]
     if missing:
-        lines.append(f"{', '.join(missing)} did not learn with this recipe, and is left out.")
+        lines.append(f"{', '.join(missing)} did not learn with this recipe: left out.")
     return lines

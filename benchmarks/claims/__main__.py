@@ -1,0 +1,50 @@
+"""The paper's claims on real images.
+
+    python -m benchmarks.claims work --data path/to/tiny-imagenet-40.tar                       # everything, one seed
+    python -m benchmarks.claims work --data ... --base resnet18-augmented --seeds 42,43,44     # more seeds of one base
+    python -m benchmarks.claims status                                                         # what is there, what is missing
+    python -m benchmarks.claims render                                                         # tables and figures from whatever is there
+
+Work goes on where it was stopped. Results are in benchmarks/claims/results, one file a base and seed; `render` writes them into
+benchmarks/RESULTS.md and benchmarks/claims/figures. A table half done is rendered as far as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .work import Cell, plan, work
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("work", "status", "render"))
+    parser.add_argument("--data", help="the images, for work")
+    parser.add_argument("--base", action="append", default=[], help="only this base; may be repeated")
+    parser.add_argument("--seeds", default="42", help="e.g. 42,43,44 (42)")
+    parser.add_argument("--only", default="", help="only retrainings whose names start so")
+    parser.add_argument("--runs", default="runs/claims", help="where models are kept (runs/claims)")
+    arguments = parser.parse_args()
+    if arguments.action == "render":
+        from .render import render
+
+        return render()
+    unknown = [base for base in arguments.base if base not in plan()["bases"]]
+    if unknown:
+        sys.exit(f"there is no base called {', '.join(unknown)}: plan.yaml has {', '.join(plan()['bases'])}")
+    seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    cells = [Cell(base, seed) for seed in seeds for base in arguments.base or plan()["bases"]]
+    if arguments.action == "work" and not (arguments.data and Path(arguments.data).exists()):
+        sys.exit("work needs --data: the folder or .tar of TinyImageNet")
+    for cell in cells:
+        missing = cell.missing(arguments.only)
+        where = "there" if "risk" in cell.results() else "missing"
+        print(f"{cell.name}: base {where}, {len(missing)} of {len(cell.retrainings)} retrainings missing", flush=True)
+        if arguments.action == "work":
+            work(cell, arguments.data, Path(arguments.runs), arguments.only, log=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

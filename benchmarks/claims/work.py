@@ -1,0 +1,112 @@
+"""Trains and attacks what plan.yaml lists. Every finished model is a row in results/BASE-SEED.json: what is there is not made again."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from pptp.attacking import evaluate_run
+from pptp.commands import localize_run, retrain_run, train_run
+from pptp.config import experiment
+from pptp.runs import UNDEFENDED, Run, read_json, versions, write_json
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+
+def plan() -> dict:
+    return yaml.safe_load((HERE / "plan.yaml").read_text())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One base model of one seed, with everything that is made of it."""
+
+    base: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.base}-{self.seed}"
+
+    @property
+    def settings(self) -> dict:
+        made = plan()
+        return {**made["common"], **made["bases"][self.base], "seed": self.seed}
+
+    @property
+    def retrainings(self) -> dict[str, dict]:
+        return plan()["retrainings"].get(self.base, {})
+
+    def results(self) -> dict:
+        path = RESULTS / f"{self.name}.json"
+        return read_json(path, "") if path.exists() else {}
+
+    def keep(self, **more) -> None:
+        write_json(RESULTS / f"{self.name}.json", {**self.results(), **more})
+
+    def missing(self, only: str = "") -> list[str]:
+        done = self.results().get("models", {})
+        return [name for name in self.retrainings if name not in done and name.startswith(only)]
+
+
+def work(cell: Cell, data: str, runs: Path, only: str = "", log=None) -> None:
+    """Whatever of the cell is not there yet."""
+    if "risk" in cell.results() and not cell.missing(only):
+        return
+    path = runs / cell.name
+    with contextlib.redirect_stdout(log):
+        run = train_run(str(path), experiment({**cell.settings, "data": data}))
+        if "risk" not in cell.results():
+            risk = localize_run(str(path))
+            keep_risk(cell, risk)
+            keep_model(cell, run, UNDEFENDED)
+        for name in cell.missing(only):
+            row = cell.retrainings[name]
+            retrain_run(
+                str(path),
+                {row["defense"]: row.get("set", [])},
+                {"epochs": epochs_of(cell, row)},
+                row["cut"],
+                row.get("rewind", "init"),
+                name,
+                control=False,
+            )
+            keep_model(cell, run, name)
+
+
+def epochs_of(cell: Cell, row: dict) -> int:
+    base = cell.settings["epochs"]
+    return row.get("epochs", base if row["cut"] == "scratch" else max(2, base // 6 * 2))
+
+
+def keep_risk(cell: Cell, risk: dict) -> None:
+    kept = {
+        key: risk[key] for key in ("stages", "cut", "strict_cut", "block_cut", "stall", "train_accuracy", "powered")
+    }
+    made = {key: value for key, value in cell.settings.items() if key != "data"}
+    cell.keep(settings=made, versions=versions(), risk=kept)
+
+
+def keep_model(cell: Cell, run: Run, name: str) -> None:
+    """Attack it, and keep the numbers that tables need."""
+    evaluate_run(str(run.path))
+    found = read_json(run.path / "evaluate" / name / "evaluation.json", "")
+    record = read_json(run.folder(name) / ("cost.json" if name == UNDEFENDED else "defense.json"), "")
+    strongest = found["strongest"]
+    row = {
+        "train_accuracy": found["train_accuracy"],
+        "test_accuracy": found["test_accuracy"],
+        "strongest": {**strongest, "tpr@0.01": found["attacks"][strongest["attack"]]["tpr@0.01"]},
+        "attacks": {a: {"auc": f["auc"], "tpr@0.01": f["tpr@0.01"]} for a, f in found["attacks"].items()},
+        "references": found["references"],
+        "cost": record.get("cost", record),
+    }
+    if name != UNDEFENDED:
+        row |= {key: record[key] for key in ("defense", "set", "cut", "rewind")}
+        row["epochs"] = record["recipe"]["epochs"]
+        row["result"] = {k: v for k, v in record["result"].items() if isinstance(v, int | float | str)}
+    cell.keep(models={**cell.results().get("models", {}), name: row})
