@@ -3,6 +3,7 @@
 from .advreg import AdvReg
 from .ccl import CCL
 from .confidence_penalty import ConfidencePenalty
+from .crossfit import CrossFit
 from .cskd import CSKD
 from .dpsgd import DPSGD
 from .early_stopping import EarlyStopping
@@ -19,6 +20,7 @@ DEFENSES = {
     "relaxloss": RelaxLoss,
     "advreg": AdvReg,
     "selena": Selena,
+    "crossfit": CrossFit,
     "dpsgd": DPSGD,
     "label_smoothing": LabelSmoothing,
     "confidence_penalty": ConfidencePenalty,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .localize import RiskReport, StageRisk, localize
     from .measures import Effort, References
     from .models import create
+    from .outside import outside_labels
     from .retrain import Defense, LossDefense, retrain
     from .signals import Known, Needs, Signals, collect, needs
     from .sources import load
@@ -31,6 +32,7 @@ _HOME = {
     "localize": ("RiskReport", "StageRisk", "localize"),
     "measures": ("Effort", "References"),
     "models": ("create",),
+    "outside": ("outside_labels",),
     "retrain": ("Defense", "LossDefense", "retrain"),
     "signals": ("Known", "Needs", "Signals", "collect", "needs"),
     "sources": ("load",),

@@ -11,7 +11,7 @@ import numpy as np
 from . import plots
 from .audit import canary_bound, threshold_bound
 from .cache import Policy, TrunkCache
-from .commands import resolve_cut, retrain_recipe
+from .commands import resolve_cut, retrain_recipe, training_data
 from .data import Part
 from .ensemble import Job, record_ensemble, references_for, train_all, train_reference
 from .errors import UserError
@@ -366,6 +366,7 @@ def frontier_run(
     settings = grid(defense, sweeps, list(dict.fromkeys(cuts)), rewind, recipe)
     sweep = Sweep(run, TrunkCache(policy or Policy(), run.path))
     sweep.check(settings)
+    sweep.data = training_data(run, [defense])
     points = [_said(sweep.point(setting)) for setting in settings]
     for _ in range(rounds if target_auc is not None or min_accuracy is not None else 0):
         near = choose(points, target_auc, min_accuracy) or min(points, key=lambda p: p.leak.value)

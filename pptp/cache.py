@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +118,7 @@ class TrunkCache:
             )
         trunk, _ = split_at(parts, cut)
         found = [self.activations(suffix, trunk, part, views, place, batch_size) for part in parts_of_data]
-        cached = TrainingData(found[0], found[1] if len(found) > 1 else data.reference)
+        cached = replace(data, members=found[0], reference=found[1] if len(found) > 1 else data.reference)
         return suffix, cached, f"{size / 2**20:.0f} MB in {place}"
 
     def for_queries(

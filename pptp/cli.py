@@ -70,6 +70,9 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     _train_flags(command("train", "train the full and the half model from the same initial weights"))
+    _harden_flags(
+        command("harden", "everything in one go: train, localize, choose a defense, retrain, attack", run=False)
+    )
     _localize_flags(command("localize", "find the stages that memorise"))
     _retrain_flags(command("retrain", "freeze, rewind and retrain under a defense, with its control"))
     _frontier_flags(command("frontier", "retrain over a grid of settings and cuts, and choose", fresh=False))
@@ -103,6 +106,16 @@ def _train_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--monitor-every", type=int, default=1, help="epochs between looks (1)")
     sub.add_argument("--monitor-samples", type=int, default=2000, help="most training samples that are watched (2000)")
     _add_settings(sub, flat_fields())
+
+
+def _harden_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help=HELP["model"])
+    sub.add_argument("data", metavar="DATA", help=HELP["data"])
+    sub.add_argument("--target-auc", type=float, default=0.55, help="AUC that the strongest attack may reach (0.55)")
+    sub.add_argument("--run", default="", help="the run directory (runs/harden-MODEL)")
+    sub.add_argument("--rounds", type=int, default=2, help="refinements around the best setting (2)")
+    sub.add_argument("--config", help="YAML file with settings; flags win over it")
+    _add_settings(sub, {name: kind for name, kind in flat_fields().items() if name not in ("model", "data")})
 
 
 def _localize_flags(sub: argparse.ArgumentParser) -> None:
@@ -385,12 +398,17 @@ def _typed(key: str, value):
 def run_command(arguments: argparse.Namespace) -> int:
     """Do what was asked; the exit code."""
     settings = settings_of(arguments)
-    plan: Experiment | None = experiment(settings) if arguments.command == "train" else None
+    plan: Experiment | None = experiment(settings) if arguments.command in ("train", "harden") else None
     changes = {f.name: settings[f.name] for f in fields(Recipe) if f.name in settings}
     if arguments.command in ("ensemble", "evaluate", "audit", "attack"):
         return _attacking(arguments)
     if arguments.command == "frontier":
         return _frontier(arguments, changes)
+    if arguments.command == "harden":
+        from .harden import harden_run
+
+        path = arguments.run or f"runs/harden-{arguments.model.replace('/', '_').replace(':', '_')}"
+        return 0 if harden_run(path, plan, arguments.target_auc, arguments.rounds, arguments.fresh) else 1
     from . import commands
 
     if arguments.command == "train":

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from .describe import describe
 from .describe import table as describe_table
 from .errors import UserError
 from .localize import localize
+from .outside import outside_labels
 from .plugins import code_of, settings_of
 from .procedures import KeepWeights, make_defense, train_base
 from .report import activity, write_report
@@ -228,14 +230,27 @@ def retrain_run(
         for job in waiting:
             job.check(run, base, parts)
         cache = TrunkCache(policy, run.path)  # shared by all of them
+        data = training_data(run, [job.defense for job in waiting])
         for job in waiting:
-            _retrain_one(run, job, parts, fresh, cache)
+            _retrain_one(run, job, data, parts, fresh, cache)
+
+
+def training_data(run: Run, defenses: Sequence[str]) -> TrainingData:
+    """What defenses are given; where one of them needs it, with labels by models of the two halves, the second of which is trained now if it is not there."""
+    if not any(make_defense(name).needs_outside for name in defenses):
+        return run.splits.for_defense()
+    if not (run.folder("other") / "last.safetensors").exists():
+        _train_one(run, "other", run.splits.h2, Watching())
+    s, workers = run.splits, run.experiment.recipe.workers
+    return s.for_defense(outside_labels(run.model("half"), run.model("other"), s.h1, s.h2, workers))
 
 
 def _checked_name(name: str) -> str:
-    if name and (not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name in (UNDEFENDED, "half", "full")):
+    if name and (
+        not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name in (UNDEFENDED, "half", "full", "other")
+    ):
         raise UserError(
-            f"name is {name!r}: use letters, digits, dots, dashes and underscores, and not undefended, full or half"
+            f"name is {name!r}: use letters, digits, dots, dashes and underscores, and not undefended, full, half or other"
         )
     return name
 
@@ -328,7 +343,7 @@ def _rewind_state(run: Run, rewind: str):
     raise UserError(f"rewind is {rewind!r}: it must be init, none or epoch=K")
 
 
-def _retrain_one(run: Run, job: _Job, parts, fresh: bool, cache: TrunkCache) -> None:
+def _retrain_one(run: Run, job: _Job, data: TrainingData, parts, fresh: bool, cache: TrunkCache) -> None:
     folder = run.folder(job.name)
     if fresh and main_process():
         shutil.rmtree(folder, ignore_errors=True)
@@ -339,7 +354,7 @@ def _retrain_one(run: Run, job: _Job, parts, fresh: bool, cache: TrunkCache) -> 
     with measured(cost):
         checkpoint = folder / "checkpoint.pt"
         result = retrain(
-            model, state, job.cut, defense, run.splits, job.recipe, parts=parts, checkpoint=checkpoint, cache=cache
+            model, state, job.cut, defense, data, job.recipe, parts=parts, checkpoint=checkpoint, cache=cache
         )
     if not main_process():
         return

@@ -28,6 +28,7 @@ from .procedures import make_defense
 from .retrain import retrain
 from .runs import UNDEFENDED, Run, measured, read_json, write_json
 from .signals import collect
+from .splits import TrainingData
 from .stages import split_at
 
 
@@ -130,6 +131,7 @@ class Sweep:
 
     def __init__(self, run: Run, cache: TrunkCache | None = None):
         self.run, self.cache = run, cache or TrunkCache()
+        self.data: TrainingData = run.splits.for_defense()
         self.base = run.model(UNDEFENDED)
         self.parts = run.parts(self.base)
         self.digest = run.model_digest(UNDEFENDED)
@@ -165,7 +167,7 @@ class Sweep:
                 start(),
                 setting.cut,
                 defense,
-                self.run.splits,
+                self.data,
                 setting.recipe,
                 parts=self.parts,
                 cache=self.cache,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor, nn
 
 from . import models
 from .config import Experiment, Recipe
+from .data import Part
 from .errors import UserError
+from .outside import outside_labels
 from .plugins import build
 from .retrain import Defense, retrain
-from .splits import TrainingData
+from .splits import TrainingData, halves
 from .stages import SCRATCH, Stage, snapshot
 from .training import Monitor, fit
 
@@ -77,9 +81,30 @@ def train_like(
     cut = choose_cut(model, initial) if choose_cut else plan["cut"]
     defense = make_defense(plan["defense"], plan["set"])
     recipe = replace(Recipe(**plan["recipe"]), seed=seed)
+    if defense.needs_outside:
+        data = replace(data, outside=_own_outside(experiment, model, initial, data, base_recipe, folder))
     start = _start(plan["rewind"], initial, folder)
     retrain(model, start, cut, defense, data, recipe, monitors, parts=parts, checkpoint=folder / "checkpoint.pt")
     return cut
+
+
+def _own_outside(
+    experiment: Experiment, model: nn.Module, initial, data: TrainingData, recipe: Recipe, folder: Path
+) -> Tensor:
+    """Outside labels of a reference model's own members, by models of their halves, trained as the base was."""
+    rng = np.random.default_rng(recipe.seed)
+    parts = [
+        Part(data.members, rows, f"half {i + 1}")
+        for i, rows in enumerate(halves(np.arange(len(data.members)), data.members.labels, rng))
+    ]
+    trained = []
+    for i, part in enumerate(parts):
+        half = copy.deepcopy(model)
+        half.load_state_dict(initial)
+        own = TrainingData(part, data.reference)
+        train_base(experiment, half, own, recipe, (), folder / f"half_{i + 1}.pt", part.name)
+        trained.append(half)
+    return outside_labels(*trained, *parts)
 
 
 def _start(rewind: str, initial: Mapping[str, Tensor], folder: Path) -> Mapping[str, Tensor] | None:

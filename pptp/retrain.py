@@ -23,6 +23,7 @@ class Defense(ABC):
     Subclasses are frozen dataclasses whose fields are the method's hyper-parameters.
     """
 
+    needs_outside = False  # True: it trains on `data.outside`, what models say of members that they were not trained on
     mixes_inputs = False  # True: the loss blends images, so activations of a frozen trunk cannot stand in for them
 
     def check(self, classes: int, recipe: Recipe) -> None:
@@ -92,6 +93,10 @@ def retrain(
         data = data.for_defense()
     classes = _class_count(model, data)
     defense.check(classes, recipe)
+    if defense.needs_outside and data.outside is None:
+        raise UserError(
+            f"{type(defense).__name__} needs what models say of members that they were not trained on: give TrainingData(..., outside=...), see pptp.outside_labels"
+        )
     if parts is None:
         sample = data.members[0][0]
         parts = stages(model, sample.shape)

@@ -205,8 +205,8 @@ class Run:
         return model
 
     def folder(self, name: str) -> Path:
-        """Where a model lives: "undefended", "half", or the name of a retraining."""
-        return self.path / {UNDEFENDED: "full", "half": "half"}.get(name, f"retrain/{name}")
+        """Where a model lives: "undefended", "half", "other" (of the second half), or the name of a retraining."""
+        return self.path / {UNDEFENDED: "full", "half": "half", "other": "other"}.get(name, f"retrain/{name}")
 
     def model(self, name: str) -> nn.Module:
         """A finished model of this run."""
@@ -317,7 +317,7 @@ def differences(old: Mapping, new: Mapping) -> list[str]:
 
 def _clear(path: Path) -> None:
     """Remove what pptp made in a run directory, and nothing else."""
-    for name in ("full", "half", "retrain", "evaluate", "ensembles", "frontier", "monitors", "factors"):
+    for name in ("full", "half", "other", "retrain", "evaluate", "ensembles", "frontier", "monitors", "factors"):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in (
         "run.json",
@@ -328,6 +328,7 @@ def _clear(path: Path) -> None:
         "report.json",
         "canaries.npz",
         "audit.json",
+        "harden.json",
     ):
         (path / name).unlink(missing_ok=True)
 

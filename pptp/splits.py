@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from .data import Part, indexed
@@ -60,12 +61,12 @@ class Splits:
     def classes(self) -> int:
         return int(self.pool.labels.max()) + 1
 
-    def for_defense(self) -> TrainingData:
+    def for_defense(self, outside: Tensor | None = None) -> TrainingData:
         """What a defense may use: members and reference, over a pool that raises for anything else."""
         forbidden = np.concatenate([self.indices["nonmembers"], self.indices["test"]])
         fenced = Fenced(self.pool, forbidden)
         return TrainingData(
-            Part(fenced, self.members.indices, "members"), Part(fenced, self.reference.indices, "reference")
+            Part(fenced, self.members.indices, "members"), Part(fenced, self.reference.indices, "reference"), outside
         )
 
     def digest(self) -> str:
@@ -100,6 +101,9 @@ class TrainingData:
 
     members: Dataset
     reference: Dataset | None = None
+    outside: Tensor | None = field(
+        default=None, repr=False
+    )  # (n, classes): each member's probabilities by a model that did not see it
 
     def __post_init__(self):
         object.__setattr__(self, "members", indexed(self.members))  # once, so that labels are read once
@@ -148,7 +152,7 @@ def split(
         drawn |= dict(zip(names, _stratified(available, pool.labels, sizes, rng)))
     _check_parts(drawn, pool.labels)
     chosen = drawn.pop("members")
-    h1, h2 = _halves(chosen, pool.labels, rng)
+    h1, h2 = halves(chosen, pool.labels, rng)
     return Splits(pool, {"h1": h1, "h2": h2, **drawn}, seed)
 
 
@@ -177,7 +181,8 @@ def _stratified(available: np.ndarray, labels: np.ndarray, sizes: list[int], rng
     return parts
 
 
-def _halves(chosen: np.ndarray, labels: np.ndarray, rng) -> tuple[np.ndarray, np.ndarray]:
+def halves(chosen: np.ndarray, labels: np.ndarray, rng) -> tuple[np.ndarray, np.ndarray]:
+    """Two halves of the chosen samples, class by class."""
     h1 = []
     for c in np.unique(labels[chosen]):
         mine = rng.permutation(chosen[labels[chosen] == c])

@@ -22,7 +22,7 @@ LAYERS = [
     "stages",
     "suffix describe norms",
     "training signals cache likelihood",
-    "probes gradients boundary",
+    "probes gradients boundary outside",
     "monitors",
     "measures",
     "localize retrain evaluate",
@@ -36,7 +36,7 @@ LAYERS = [
     "report",
     "commands",
     "attacking",
-    "demo",
+    "demo harden",
     "cli",
     "__main__",
 ]

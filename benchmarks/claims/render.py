@@ -1,0 +1,234 @@
+"""Tables and figures from whatever results there are, written into benchmarks/RESULTS.md between its markers."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pptp.plots import GREY, INK, MODEL_COLOURS, RISK, SEEN, as_svg, canvas, error_bars
+
+from .verdicts import INTERPOLATES, interpolates, judge_all, leak, shown
+from .work import HERE, RESULTS, plan
+
+PAGE = HERE.parent / "RESULTS.md"
+FIGURES = HERE / "figures"
+
+
+def load() -> dict[str, dict[int, dict]]:
+    """base -> seed -> results, in the order of the plan."""
+    found: dict[str, dict[int, dict]] = {base: {} for base in plan()["bases"]}
+    for path in sorted(RESULTS.glob("*.json")):
+        base, _, seed = path.stem.rpartition("-")
+        found.setdefault(base, {})[int(seed)] = json.loads(path.read_text())
+    return {base: seeds for base, seeds in found.items() if seeds}
+
+
+def render() -> None:
+    results = load()
+    first = {base: seeds[min(seeds)] for base, seeds in results.items()}
+    FIGURES.mkdir(exist_ok=True)
+    draw("where", where_figure(first))
+    parts = [
+        "Paper against ours:\n\n"
+        + table(["claim", "paper", "ours", "agrees"], [[v.claim, v.paper, v.ours, v.agrees] for v in judge_all(first)]),
+        "![Disparity per stage](claims/figures/where.svg)\n\n" + where_table(first),
+    ]
+    for base, seeds in results.items():
+        if any(len(found["models"]) > 1 for found in seeds.values()):
+            draw(f"buys-{base}", frontier_figure(seeds))
+            parts.append(
+                f"### What retraining {base} buys\n\n![Accuracy against leakage](claims/figures/buys-{base}.svg)\n\n{buys_table(seeds)}"
+            )
+    replace_between("claims", "\n\n".join(parts))
+    print(f"wrote {PAGE} from {sum(map(len, results.values()))} result files")
+
+
+def draw(name: str, svg: str) -> None:
+    (FIGURES / f"{name}.svg").write_text(
+        svg.replace("<svg ", '<svg xmlns:xlink="http://www.w3.org/1999/xlink" ', 1) if "xmlns:xlink" not in svg else svg
+    )
+
+
+def replace_between(name: str, text: str) -> None:
+    page = PAGE.read_text()
+    start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, rest = page.split(start)
+    _, after = rest.split(end)
+    PAGE.write_text(f"{before}{start}\n\n{text}\n\n{end}{after}")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+# --- where ---------------------------------------------------------------------------------------
+
+
+def where_table(first: Mapping[str, Mapping]) -> str:
+    rows = []
+    for base, found in first.items():
+        accuracy = found["risk"]["train_accuracy"]
+        power = f"{accuracy['full']['value']:.3f} / {accuracy['half']['value']:.3f}" + (
+            "" if interpolates(found) else " (does not interpolate)"
+        )
+        for i, s in enumerate(found["risk"]["stages"]):
+            rms, cosine = (shown(s["distances"][m]["auc"]) for m in ("rms", "cosine"))
+            probe, gap = (shown(s[k]) if s.get(k) else "" for k in ("probe", "member_gap"))
+            rows.append(
+                [
+                    base if not i else "",
+                    power if not i else "",
+                    s["name"],
+                    rms,
+                    cosine,
+                    s["verdict"],
+                    probe,
+                    gap,
+                    s["by_member_gap"],
+                ]
+            )
+    header = [
+        "base",
+        "train accuracy, full / half",
+        "stage",
+        "AUC, RMS",
+        "AUC, cosine",
+        "by distance",
+        "probe accuracy",
+        "member gap",
+        "by member gap",
+    ]
+    return table(header, rows)
+
+
+def where_figure(first: Mapping[str, Mapping]) -> str:
+    columns = min(3, len(first))
+    rows = -(-len(first) // columns)
+    figure, axes = canvas(3.4 * columns, 2.4 * rows, rows, columns, sharey=True)
+    for axis in axes.flat[len(first) :]:
+        axis.set_visible(False)
+    for axis, (base, found) in zip(axes.flat, first.items()):
+        stages = found["risk"]["stages"]
+        at = np.arange(len(stages))
+        for metric, colour, shift in (("rms", SEEN, -0.1), ("cosine", RISK, 0.1)):
+            e = [s["distances"][metric]["auc"] for s in stages]
+            axis.errorbar(
+                at + shift,
+                [x["value"] for x in e],
+                yerr=error_bars(e),
+                fmt="o-",
+                color=colour,
+                markersize=3,
+                linewidth=1,
+                label=metric,
+            )
+        axis.axhspan(0.45, 0.55, color=GREY, alpha=0.25, linewidth=0)
+        axis.set_xticks(
+            at, [s["name"].replace("features.", "f").replace("stages.", "s") for s in stages], rotation=40, fontsize=7
+        )
+        axis.set_title(base if interpolates(found) else f"{base} (train < {INTERPOLATES:.0%})", fontsize=9)
+    axes[0, 0].set_ylabel("AUC, unseen over seen")
+    axes[0, 0].legend(fontsize=7)
+    return as_svg(figure, "where")
+
+
+# --- what it buys --------------------------------------------------------------------------------
+
+
+def over_seeds(seeds: Mapping[int, Mapping], name: str, of) -> str:
+    """Value with its interval for one seed, mean and standard deviation for several."""
+    found = [of(r["models"][name]) for r in seeds.values() if name in r["models"]]
+    if len(found) == 1:
+        return shown(found[0])
+    values = [e["value"] for e in found]
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+
+
+def mean_over(seeds: Mapping[int, Mapping], name: str, of) -> float:
+    return statistics.mean(of(r["models"][name]) for r in seeds.values() if name in r["models"])
+
+
+def relative(seeds: Mapping[int, Mapping], name: str, of) -> float:
+    """Mean over seeds of the ratio to the undefended model of the same seed."""
+    return statistics.mean(
+        of(r["models"][name]) / of(r["models"]["undefended"]) for r in seeds.values() if name in r["models"]
+    )
+
+
+def buys_table(seeds: Mapping[int, Mapping]) -> str:
+    names = list(dict.fromkeys(name for r in seeds.values() for name in r["models"]))
+    names.sort(key=lambda n: (n != "undefended", mean_over(seeds, n, lambda m: leak(m)["value"])))
+    rows = []
+    for name in names:
+        count = sum(name in r["models"] for r in seeds.values())
+        example = next(r["models"][name] for r in seeds.values() if name in r["models"])
+        rows.append(
+            [
+                name,
+                str(count),
+                str(example.get("epochs", "")),
+                over_seeds(seeds, name, lambda m: m["train_accuracy"]),
+                over_seeds(seeds, name, lambda m: m["test_accuracy"]),
+                f"{relative(seeds, name, lambda m: m['test_accuracy']['value']):.2f}",
+                over_seeds(seeds, name, leak),
+                over_seeds(seeds, name, lambda m: m["strongest"]["auc"]) + f" {example['strongest']['attack']}",
+                over_seeds(seeds, name, lambda m: m["strongest"]["tpr@0.01"]),
+                f"{relative(seeds, name, lambda m: m['cost']['seconds']):.2f}",
+            ]
+        )
+    header = [
+        "model",
+        "seeds",
+        "epochs",
+        "train accuracy",
+        "test accuracy",
+        "of undefended",
+        "AUC, confidence",
+        "AUC, strongest",
+        "its TPR at 1 % FPR",
+        "time, of base training",
+    ]
+    return table(header, rows)
+
+
+def kind_of(name: str) -> str:
+    if name == "undefended":
+        return name
+    place = "from scratch" if name.endswith("scratch") else "from a cut on"
+    return f"{re.split(r'[-0-9]', name)[0]}, {place}"
+
+
+def frontier_figure(seeds: Mapping[int, Mapping]) -> str:
+    figure, axes = canvas(7.2, 4.6)
+    axis = axes[0, 0]
+    names = list(dict.fromkeys(name for r in seeds.values() for name in r["models"]))
+    kinds = list(dict.fromkeys(map(kind_of, names)))
+    for i, kind in enumerate(kinds):
+        points = [
+            (
+                mean_over(seeds, n, lambda m: leak(m)["value"]),
+                mean_over(seeds, n, lambda m: m["test_accuracy"]["value"]),
+            )
+            for n in names
+            if kind_of(n) == kind
+        ]
+        colour = MODEL_COLOURS[i % len(MODEL_COLOURS)]
+        axis.plot(
+            *zip(*sorted(points)),
+            "s--" if "scratch" in kind else "o",
+            color=colour,
+            label=kind,
+            markersize=5,
+            linewidth=0.8,
+        )
+    axis.axvline(0.55, color=INK, linestyle=":", linewidth=1)
+    base = mean_over(seeds, "undefended", lambda m: m["test_accuracy"]["value"])
+    axis.axhline(0.95 * base, color=INK, linestyle=":", linewidth=1)
+    axis.set(xlabel="AUC of the confidence attack (0.5 = no leak)", ylabel="test accuracy")
+    axis.legend(fontsize=7)
+    return as_svg(figure, "buys")

@@ -1,0 +1,163 @@
+"""`pptp harden`: train, localize, try defenses from a ladder, keep the best one that leaks no more than asked, and say why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .attacking import evaluate_run
+from .cache import TrunkCache
+from .commands import localize_run, report_run, retrain_run, train_run, training_data
+from .config import Experiment, Recipe
+from .errors import UserError
+from .frontier import Point, Setting, Sweep, choose, pareto, refined
+from .runs import UNDEFENDED, Run, write_json
+from .stages import SCRATCH
+
+NAME = "hardened"
+MOST_CUTS = 3
+
+
+def harden_run(path: str, experiment: Experiment, target_auc: float, rounds: int = 2, fresh: bool = False) -> bool:
+    """True if the chosen model leaks no more than the target, on samples that it was not chosen by."""
+    if not 0.5 < target_auc < 1:
+        raise UserError(f"target_auc is {target_auc}: it must lie between 0.5, no leak, and 1")
+    run = train_run(path, experiment, fresh)
+    risk = localize_run(path, fresh=fresh)
+    cuts = cuts_to_try(risk)
+    settings = ladder(cuts, run.experiment.recipe, run.splits.classes, len(run.splits.members))
+    print(f"\ncuts to try: {', '.join(cuts)} ({why_these(risk)}); {len(settings)} settings")
+    sweep = Sweep(run, TrunkCache(folder=run.path))
+    sweep.check(settings)
+    sweep.data = training_data(run, [setting.defense for setting in settings])
+    points = [_said(sweep.point(setting)) for setting in settings]
+    for _ in range(rounds):
+        near = choose(points, target_auc, None) or min(points, key=lambda p: p.leak.value)
+        points += [_said(sweep.point(setting)) for setting in around(near.setting, points)]
+    best = choose(points, target_auc, None) or min(points, key=lambda p: p.leak.value)
+    _keep(run, best, points, target_auc, fresh)
+    evaluate_run(path)
+    print("\n" + "\n".join(explanation(best, points, target_auc)))
+    report_run(path)
+    return best.reported_leak.value <= target_auc
+
+
+def cuts_to_try(risk: dict) -> list[str]:
+    """From one stage before the stricter gate's cut to the cut of the paper's gate; the last stages where nothing could be called safe."""
+    names = [stage["name"] for stage in risk["stages"]]
+    body = names[1:-1] or names[-1:]  # neither everything nor the head alone
+    if SCRATCH in (risk["cut"], risk["strict_cut"]):
+        return body[-MOST_CUTS:]
+    first = max(1, names.index(risk["strict_cut"]) - 1)
+    last = max(first, names.index(risk["cut"]))
+    return [name for name in names[first : last + 1] if name in body][-MOST_CUTS:] or body[-1:]
+
+
+def why_these(risk: dict) -> str:
+    if SCRATCH in (risk["cut"], risk["strict_cut"]):
+        return "no stage could be called safe, so the last ones are tried"
+    return f"localisation says {risk['cut']}, its stricter gate {risk['strict_cut']}; one stage earlier is tried too"
+
+
+def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> list[Setting]:
+    """A few settings for every cut, from hardly any defense to a strong one.
+
+    All short: on a good trunk a suffix learns in few epochs what is general, and in many what is not (benchmarks/RESULTS.md).
+    """
+    steps_an_epoch = math.ceil(members / trained.batch_size)
+
+    def epochs(share: float, least_steps: int) -> int:
+        wanted = max(share * trained.epochs, least_steps / steps_an_epoch)
+        return max(2, round(min(wanted, trained.epochs) / 2) * 2)  # even, as RelaxLoss asks
+
+    shorter, short = epochs(1 / 15, 200), epochs(1 / 10, 300)
+    steps = [
+        ("plain", (), shorter),
+        ("crossfit", ("weight=0.5",), short),
+        ("crossfit", ("weight=1.0",), short),
+        ("relaxloss", (f"alpha={0.5 * math.log(classes):.3g}",), short),
+    ]
+    return [
+        Setting(defense, settings, cut, "init", replace(trained, epochs=count, warmup_epochs=0))
+        for cut in cuts
+        for defense, settings, count in steps
+    ]
+
+
+def around(best: Setting, points: Sequence[Point]) -> list[Setting]:
+    """Values between the best one's and its neighbours', and a shorter and a longer training."""
+    tried = [p.setting for p in points]
+    alike = [s for s in tried if (s.defense, s.recipe) == (best.defense, best.recipe)]
+    epochs = {max(2, best.recipe.epochs * 2 // 3 // 2 * 2), best.recipe.epochs * 4 // 3 // 2 * 2}
+    lengths = [replace(best, recipe=replace(best.recipe, epochs=count)) for count in sorted(epochs)]
+    return [s for s in dict.fromkeys([*refined(best, alike), *lengths]) if s not in tried]
+
+
+def label(setting: Setting) -> str:
+    return (
+        f"{setting.defense} {' '.join(setting.settings)} from {setting.cut} on, {setting.recipe.epochs} epochs".replace(
+            "  ", " "
+        )
+    )
+
+
+def _said(point: Point) -> Point:
+    print(
+        f"{label(point.setting)}: test accuracy {point.accuracy}, AUC {point.leak} by {point.attack}, {point.seconds:.0f} s",
+        flush=True,
+    )
+    return point
+
+
+def _keep(run: Run, best: Point, points: Sequence[Point], target_auc: float, fresh: bool) -> None:
+    """The chosen point as a model of the run, and all that were tried."""
+    setting, changes = best.setting, {"epochs": best.setting.recipe.epochs, "warmup_epochs": 0}
+    retrain_run(
+        str(run.path),
+        {setting.defense: list(setting.settings)},
+        changes,
+        setting.cut,
+        name=NAME,
+        control=False,
+        fresh=fresh,
+    )
+    rows = [
+        {
+            "setting": label(p.setting),
+            "accuracy": p.accuracy.to_dict(),
+            "leak": p.leak.to_dict(),
+            "attack": p.attack,
+            "reported_accuracy": p.reported_accuracy.to_dict(),
+            "reported_leak": p.reported_leak.to_dict(),
+            "seconds": p.seconds,
+            "chosen": p is best,
+        }
+        for p in points
+    ]
+    write_json(run.path / "harden.json", {"target_auc": target_auc, "points": rows})
+
+
+def explanation(best: Point, points: Sequence[Point], target_auc: float) -> list[str]:
+    """What was chosen and why, from the half of the samples that it was not chosen by."""
+    leak, front = best.reported_leak, pareto(points)
+    fulfilled = sum(p.leak.value <= target_auc for p in points)
+    reached = (
+        "surely reached: the whole interval lies below it"
+        if leak.high <= target_auc
+        else "reached by its value, but the interval goes beyond it"
+        if leak.value <= target_auc
+        else "not reached"
+    )
+    why = (
+        f"the most accurate that leaks no more than {target_auc:g} on the half to choose by, where {fulfilled} do"
+        if fulfilled
+        else f"the least leaky: none of them leaks as little as {target_auc:g} on the half to choose by"
+    )
+    return [
+        f"Tried {len(points)} settings, {len(front)} of which no other beats in both accuracy and leakage.",
+        f"Chosen: {label(best.setting)}: {why}.",
+        f"On the other half: test accuracy {best.reported_accuracy}, AUC {leak} by {best.attack}. The target of {target_auc:g} is {reached}.",
+        f"{UNDEFENDED} and {NAME} are compared on all samples above; {NAME} was chosen by half of them, so trust the other half's figures for it.",
+        "The frozen layers were trained on the members without protection, and attacks with reference models find more: run pptp ensemble with --procedure hardened before signing off.",
+    ]

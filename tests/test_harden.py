@@ -1,0 +1,91 @@
+"""`pptp harden`: what it tries, what it chooses, and that it says so."""
+
+import json
+
+import pytest
+
+from pptp.cli import main
+from pptp.config import Recipe
+from pptp.frontier import Point, Setting
+from pptp.harden import around, cuts_to_try, explanation, ladder
+from pptp.intervals import Estimate
+from pptp.runs import Run
+
+STAGES = ["stem", "layer1", "layer2", "layer3", "layer4", "head"]
+
+
+def risk(cut, strict):
+    return {"stages": [{"name": name} for name in STAGES], "cut": cut, "strict_cut": strict}
+
+
+@pytest.mark.parametrize(
+    ("cut", "strict", "tried"),
+    [
+        ("layer4", "layer3", ["layer2", "layer3", "layer4"]),
+        ("layer4", "layer4", ["layer3", "layer4"]),
+        ("head", "layer4", ["layer3", "layer4"]),
+        ("layer2", "layer1", ["layer1", "layer2"]),
+        ("scratch", "scratch", ["layer2", "layer3", "layer4"]),
+    ],
+)
+def test_cuts_around_what_localisation_says(cut, strict, tried):
+    assert cuts_to_try(risk(cut, strict)) == tried
+
+
+def test_the_ladder_is_short_but_not_too_short_and_relaxloss_gets_even_epochs():
+    long = ladder(["layer4"], Recipe(epochs=60, batch_size=32), 20, 2500)
+    assert {s.defense: s.recipe.epochs for s in long} == {"plain": 4, "crossfit": 6, "relaxloss": 6}
+    few = ladder(["layer3", "layer4"], Recipe(epochs=20, batch_size=32), 10, 300)
+    assert all(s.recipe.epochs == 20 for s in few) and len(few) == 8  # 300 steps would be more than the whole training
+
+
+def point(weight, leak, accuracy, reported=None, epochs=6):
+    e = Estimate(leak, leak - 0.02, leak + 0.02)
+    a = Estimate(accuracy, accuracy - 0.02, accuracy + 0.02)
+    setting = Setting("crossfit", (f"weight={weight}",), "layer3", "init", Recipe(epochs=epochs))
+    return Point(
+        setting,
+        a,
+        e,
+        "confidence",
+        a,
+        e if reported is None else Estimate(reported, reported - 0.02, reported + 0.02),
+        1.0,
+        1.0,
+    )
+
+
+def test_refines_between_neighbours_and_in_length():
+    points = [point(0.5, 0.7, 0.5), point(1.0, 0.55, 0.4)]
+    found = around(points[1].setting, points)
+    assert [(s.settings, s.recipe.epochs) for s in found] == [
+        (("weight=0.7071",), 6), (("weight=1.0",), 4), (("weight=1.0",), 8),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reported", "sentence"),
+    [(0.52, "surely reached"), (0.54, "reached by its value"), (0.6, "The target of 0.55 is not reached")],
+)
+def test_the_verdict_is_that_of_samples_it_was_not_chosen_by(reported, sentence):
+    best = point(1.0, 0.53, 0.4, reported)
+    assert any(sentence in line for line in explanation(best, [best, point(0.5, 0.7, 0.5)], 0.55))
+    assert "the least leaky" in " ".join(explanation(best, [best], 0.51))
+
+
+def test_the_whole_command(tmp_path, capsys):
+    flags = ["--members", "80", "--reference", "20", "--nonmembers", "80", "--test", "40", "--epochs", "2", "-b", "20", "--opt", "adamw",
+             "--limit-classes", "4", "--limit-per-class", "60", "--lr", "0.003", "--no-augment", "--rounds", "0"]  # fmt: skip
+    path = tmp_path / "r"
+    code = main(["harden", "test_resnet", "digits", "--run", str(path), "--target-auc", "0.99", *flags])
+    said = capsys.readouterr().out
+    assert code == 0 and "Chosen:" in said and "reached" in said
+    kept = json.loads((path / "harden.json").read_text())
+    assert sum(p["chosen"] for p in kept["points"]) == 1 and len(kept["points"]) == 12
+    assert Run.open(path).trained_names() == ["undefended", "hardened"] and (path / "report.html").exists()
+    assert main(["harden", "test_resnet", "digits", "--run", str(path), "--target-auc", "0.99", *flags]) == 0  # resumes
+
+
+def test_bad_targets_are_refused_before_any_work(tmp_path, capsys):
+    assert main(["harden", "test_resnet", "digits", "--run", str(tmp_path / "r"), "--target-auc", "0.4"]) == 2
+    assert "between 0.5, no leak, and 1" in capsys.readouterr().err and not (tmp_path / "r").exists()
