@@ -35,6 +35,11 @@ def shown(e: Mapping) -> str:
     return f"{e['value']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"
 
 
+def first_risky(results: Mapping) -> str:
+    """The first stage with a sure disparity; the cut may come earlier, since undecided stages are retrained too."""
+    return next(s["name"] for s in results["risk"]["stages"] if s["verdict"] == "risky")
+
+
 def distances(found: Mapping) -> str:
     return f"RMS {shown(found['distances']['rms']['auc'])}, cosine {shown(found['distances']['cosine']['auc'])}"
 
@@ -79,14 +84,14 @@ def _last_stage_risky(results: Results) -> Verdict | None:
 
 
 def _same_place(claim: str, paper: str, names: list[str]) -> Callable[[Results], Verdict | None]:
-    """The cut is the same for all of these bases."""
+    """The first stage with a sure disparity is the same for all of these bases."""
 
     def judge(results: Results) -> Verdict | None:
         there = [n for n in names if n in results]
         able = [n for n in there if interpolates(results[n])]
         if len(there) < 2:
             return None
-        cuts = {n: results[n]["risk"]["cut"] for n in able}
+        cuts = {n: first_risky(results[n]) for n in able}
         ours = ", ".join(
             f"{n} from {cut} on ({distances(last_stage(results[n]))} at the last stage)" for n, cut in cuts.items()
         )
@@ -125,14 +130,14 @@ def _more_channels_more_disparity(results: Results) -> Verdict | None:
 
 
 def _stall(results: Results) -> Verdict | None:
-    able = {n: r["risk"] for n, r in results.items() if interpolates(r)}
+    able = {n: r for n, r in results.items() if interpolates(r)}
     if not able:
         return None
     ours = ", ".join(
-        f"{n}: stalls at {r['stall'] or 'no stage'}, cut {r['cut']} (stricter gate {r['strict_cut']})"
+        f"{n}: stalls at {r['risk']['stall'] or 'no stage'}, disparity from {first_risky(r)} on (stricter cut {r['risk']['strict_cut']})"
         for n, r in able.items()
     )
-    same = [r["stall"] == r["cut"] for r in able.values()]
+    same = [r["risk"]["stall"] == first_risky(r) for r in able.values()]
     return Verdict(
         "probe accuracy stalls where disparity starts",
         "Figures 8 and 9",
