@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pptp.data import Part, indexed
+from pptp.data import Part, indexed, sample_ids
 from pptp.errors import UserError
 from pptp.models import atomically
 from pptp.retrain import Defense
@@ -134,7 +134,7 @@ class Lookup:
     """Teacher labels by sample id."""
 
     def __init__(self, members: Dataset, teacher: Tensor):
-        ids = getattr(members, "indices", np.arange(len(members)))
+        ids = sample_ids(members)
         self.row = torch.full((int(ids.max()) + 1,), -1)
         self.row[torch.as_tensor(ids)] = torch.arange(len(ids))
         self.teacher = teacher

@@ -21,7 +21,7 @@ from .describe import table as describe_table
 from .errors import UserError
 from .localize import localize
 from .outside import outside_labels
-from .plugins import code_of, settings_of
+from .plugins import code_of, find, settings_of
 from .procedures import KeepWeights, make_defense, train_base
 from .report import activity, write_report
 from .retrain import Defense, retrain
@@ -56,7 +56,14 @@ def _announce(run: Run, watching: Watching) -> None:
     """What the monitors will cost, before they do."""
     if not watching.names:
         return
-    if run.experiment.full_checkpoint or (run.folder(UNDEFENDED) / "last.safetensors").exists():
+    if watching.every > run.experiment.recipe.epochs:
+        raise UserError(
+            f"monitor_every is {watching.every}, but there are {run.experiment.recipe.epochs} epochs: monitors would never look"
+        )
+    folder = run.folder(UNDEFENDED)
+    if (folder / "last.safetensors").exists() and all((folder / f"{name}.npz").exists() for name in watching.names):
+        return  # they have looked, and what is left to train is not watched
+    if run.experiment.full_checkpoint or (folder / "last.safetensors").exists():
         raise UserError(
             f"monitors look on while the model is trained, and that of {run.path} is trained already: leave them out, or train again with --fresh"
         )
@@ -237,7 +244,7 @@ def retrain_run(
 
 def training_data(run: Run, defenses: Sequence[str]) -> TrainingData:
     """What defenses are given; where one of them needs it, with labels by models of the two halves, the second of which is trained now if it is not there."""
-    if not any(make_defense(name).needs_outside for name in defenses):
+    if not any(getattr(find("defenses", name), "needs_outside", False) for name in defenses):
         return run.splits.for_defense()
     if not (run.folder("other") / "last.safetensors").exists():
         _train_one(run, "other", run.splits.h2, Watching())

@@ -233,9 +233,9 @@ class Recorded:
     members: np.ndarray  # (m, n) bool
 
 
-def recorded_margins(run: Run, procedure: str) -> Recorded | None:
-    """Of the ensemble with recorded epochs; None if there is none."""
-    jobs = ready_jobs(run, procedure, recorded=True)
+def recorded_margins(run: Run, procedure: str, jobs: Sequence[Job] = ()) -> Recorded | None:
+    """Of these jobs, or of the largest ensemble with recorded epochs; None if there is none."""
+    jobs = jobs or ready_jobs(run, procedure, recorded=True)
     if not jobs:
         return None
     last = (jobs[0].plan(run) or {"recipe": asdict(run.experiment.recipe)})["recipe"]["epochs"]

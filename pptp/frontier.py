@@ -134,8 +134,8 @@ class Sweep:
         self.data: TrainingData = run.splits.for_defense()
         self.base = run.model(UNDEFENDED)
         self.parts = run.parts(self.base)
-        self.digest = run.model_digest(UNDEFENDED)
         self.references = references_for(run, UNDEFENDED)
+        self.digest = f"{run.model_digest(UNDEFENDED)} {self.references.digest() if self.references else ''}"
         self.folder = run.path / "frontier"
 
     def check(self, settings: Sequence[Setting]) -> None:

@@ -186,13 +186,29 @@ def rank_correlation(a: np.ndarray, b: np.ndarray, confidence: float = 0.95) -> 
     return Estimate(rho, float(np.tanh(centre - half)), float(np.tanh(centre + half)))
 
 
-def bootstrap(statistic: Callable[[np.ndarray], float], samples: int, repeats: int = 200, seed: int = 0) -> Estimate:
+def bootstrap(
+    statistic: Callable[[np.ndarray], float],
+    samples: int,
+    repeats: int = 200,
+    seed: int = 0,
+    least: float = -np.inf,
+    most: float = np.inf,
+) -> Estimate:
     """A number that is a function of which samples there are (rows, with repeats), with its basic bootstrap interval of 95 %.
 
     Basic: 2 value - quantiles of the resampled ones, so that a statistic that resampling pushes up is not pushed up twice.
+    least, most: what it can be. At such a bound resampling sees no spread, and the exact bound of a rate that was never missed stands in.
     """
     rng = np.random.default_rng(seed)
     value = float(statistic(np.arange(samples)))
     drawn = [statistic(rng.integers(0, samples, samples)) for _ in range(repeats)]
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return Estimate(value, float(2 * value - high), float(2 * value - low), TOO_FEW if samples < 10 else "")
+    low, high = (2 * value - q for q in np.quantile(drawn, (0.975, 0.025)))
+    if np.isfinite(most - least) and value in (least, most):
+        never_missed = 0.025 ** (1 / samples)
+        low, high = (
+            (least + (most - least) * never_missed, most)
+            if value == most
+            else (least, most - (most - least) * never_missed)
+        )
+    note = TOO_FEW if samples < 10 else ""
+    return Estimate(value, float(np.clip(low, least, most)), float(np.clip(high, least, most)), note)

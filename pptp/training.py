@@ -78,6 +78,12 @@ class Monitor:
         """Undo `state_dict`."""
 
 
+def check_same_samples(before: Sequence[int], now: Sequence[int]) -> None:
+    """For monitors that go on after a kill: traces of other samples cannot be continued."""
+    if list(before) != list(now):
+        raise UserError("the training that is resumed watched other samples: ask for the same number, or pass --fresh")
+
+
 @dataclass
 class History:
     """One row an epoch: loss, accuracy (both as seen while training), lr, seconds, and what losses logged."""
@@ -85,12 +91,12 @@ class History:
     rows: list[dict[str, float]] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
-        """The last row's loss and accuracy, total seconds, and the mean over epochs of everything logged."""
+        """The last row's loss and accuracy, total seconds, and of everything logged the mean over the epochs that logged it."""
         if not self.rows:
             return {}
         own = ("epoch", "lr", "loss", "accuracy", "seconds", "monitor_seconds")
         logged = {k for row in self.rows for k in row if k not in own}
-        means = {k: sum(row.get(k, 0.0) for row in self.rows) / len(self.rows) for k in sorted(logged)}
+        means = {k: _mean([row[k] for row in self.rows if k in row]) for k in sorted(logged)}
         last = self.rows[-1]
         return {
             "epochs": len(self.rows),
@@ -99,6 +105,10 @@ class History:
             "seconds": sum(row["seconds"] for row in self.rows),
             **means,
         }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def fit(
@@ -149,8 +159,9 @@ def fit(
                 schedule.step(epoch + 1)
                 row["seconds"] = time.perf_counter() - started
                 looking = time.perf_counter()
-                for monitor in monitors:
-                    row |= monitor.after_epoch(model, epoch)
+                with torch.random.fork_rng():  # a look draws no number that training would have drawn
+                    for monitor in monitors:
+                        row |= monitor.after_epoch(model, epoch)
                 row |= {"monitor_seconds": time.perf_counter() - looking} if monitors else {}
                 history.rows.append(row)
                 if accelerator.is_main_process:
@@ -446,6 +457,10 @@ class Checkpoint:
         for monitor in self.monitors:
             if type(monitor).__name__ in state["monitors"]:
                 monitor.load_state_dict(state["monitors"][type(monitor).__name__])
+            elif monitor.state_dict():
+                raise UserError(
+                    f"{self.path} is of a training that {type(monitor).__name__.lower()} did not watch from its start: leave the monitor out, or pass --fresh"
+                )
         torch.set_rng_state(state["rng"])
         if torch.cuda.is_available() and state["cuda_rng"]:
             torch.cuda.set_rng_state_all(state["cuda_rng"])

@@ -20,6 +20,7 @@ from pptp.monitors.batchnorm import (
     influence,
     influence_ratio,
     leaks,
+    learned,
     matched_epochs,
     verdict,
 )
@@ -104,11 +105,11 @@ def test_norms_of_one_stage_only(model):
         swap_as_told(pptp.create("test_vit", 4, 64), "gn", lambda m: parts)
 
 
-def test_variants_are_compared_at_the_lowest_loss_that_all_reach():
-    losses = {"bn": np.array([2.0, 0.5, 0.01]), "gn": np.array([2.2, 1.0, 0.4]), "none": np.array([2.3, 2.3, 2.3])}
-    level, at = matched_epochs(losses, classes=10)
-    assert level == 0.4 and at == {"bn": 2, "gn": 2}  # "none" never learned
-    assert matched_epochs({"bn": np.array([2.3])}, 10)[1] == {}
+def test_norms_are_compared_near_the_lowest_loss_that_both_reach():
+    bn, gn, far = np.array([2.0, 0.5, 0.01]), np.array([2.2, 1.0, 0.45]), np.array([2.2, 2.1, 1.1])
+    assert matched_epochs(bn, gn) == ((1, 2), True)  # nearest to .45, not the first below it
+    assert matched_epochs(bn, far) == ((0, 2), False)
+    assert learned(bn, 10) and not learned(np.array([2.3, 2.25]), 10)
 
 
 def test_a_planted_leak_about_outliers_is_found_and_judged():

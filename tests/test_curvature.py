@@ -131,4 +131,4 @@ def test_flipped_labels_are_enriched_in_the_top_decile():
     assert "curvature" in history.rows[-1] and sorted(watch.found) == [2, 4, 6, 8, 10, 12]
     top, everywhere = enrichment(watch.mean, flipped[watch.ids])
     assert top > 2 * everywhere, (top, everywhere)
-    assert set(watch.arrays()) == {"ids", "mean", *(f"epoch_{e}" for e in watch.found)}
+    assert set(watch.arrays()) == {"estimator", "ids", "mean", *(f"epoch_{e}" for e in watch.found)}

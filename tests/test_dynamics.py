@@ -7,6 +7,7 @@ from scipy import stats
 
 import pptp
 from pptp.data import Pool
+from pptp.models import weights_digest
 from pptp.monitors.curvature import enrichment
 from pptp.monitors.dynamics import (
     REGIONS,
@@ -137,6 +138,24 @@ def test_flipped_labels_are_enriched_among_those_warned_of_early():
     hard = difficulty(watch.arrays(), until=6)["cumulative_loss"]
     top, everywhere = enrichment(hard, flipped[watch.ids])
     assert top > 4 * everywhere, (top, everywhere)
+
+
+def test_looking_draws_no_random_number_of_the_training(pool, quick):
+    digests = []
+    for monitors in ([], [Recording(pool)]):
+        model = pptp.create("test_resnet", 4, 32, drop_rate=0.3)
+        fit(model, pool, quick, monitors=monitors)
+        digests.append(weights_digest(model))
+    assert digests[0] == digests[1]
+
+
+def test_a_training_is_watched_from_its_start_or_not_at_all(pool, quick, tmp_path):
+    fit(pptp.create("test_resnet", 4, 32), pool, quick, checkpoint=tmp_path / "c.pt", stop_after=1)
+    with pytest.raises(pptp.UserError, match="did not watch from its start"):
+        fit(pptp.create("test_resnet", 4, 32), pool, quick, monitors=[Recording(pool)], checkpoint=tmp_path / "c.pt")
+    first, other = Recording(pool, most=20), Recording(pool, most=30)
+    with pytest.raises(pptp.UserError, match="watched other samples"):
+        other.load_state_dict(first.state_dict())
 
 
 def test_recording_goes_on_after_a_kill(pool, tmp_path, quick):

@@ -50,9 +50,14 @@ def test_what_monitors_saw_is_beside_the_model(run):
     assert {"curvature", "watched_loss", "token_auc", "influence_ratio", "monitor_seconds"} <= set(rows[2])
 
 
-def test_monitors_change_nothing_in_the_weights(run, tmp_path):
-    assert main(["train", str(tmp_path / "bare"), *SMALL]) == 0
-    assert Run.open(tmp_path / "bare").model_digest("undefended") == run.model_digest("undefended")
+def test_monitors_change_nothing_in_the_weights_and_cannot_come_late(run, tmp_path, capsys):
+    bare = str(tmp_path / "bare")
+    assert main(["train", bare, *SMALL]) == 0
+    assert Run.open(bare).model_digest("undefended") == run.model_digest("undefended")
+    assert main(["train", bare, *SMALL, "--monitor", "curvature"]) == 2
+    assert "is trained already" in capsys.readouterr().err
+    seen = ["--monitor-every", "3", "--monitor-samples", "40"]
+    assert main(["train", str(run.path), *SMALL, *MONITORS, *seen]) == 0  # done, and watched: nothing to refuse
 
 
 def test_dynamics_has_a_plane_for_each_recorded_epoch_and_a_list_to_act_on(run):
@@ -85,7 +90,7 @@ def test_tokens_compare_the_whole_model_with_what_a_suffix_would_share(run):
 
 def test_the_norm_audit_gives_a_verdict_and_keeps_its_models(run, capsys):
     found = section(run, "batchnorm")
-    assert set(found["data"]["variants"]) <= {"bn", "gn"} and any("GroupNorm" in line for line in found["lines"])
+    assert set(found["data"]["variants"]) == {"bn, as gn", "gn"} and "GroupNorm" in found["lines"][0]
     assert {"all", "layer4"} <= set(found["data"]["stages"])
     before = (run.path / "monitors" / "batchnorm").stat().st_mtime_ns
     assert (
@@ -158,7 +163,7 @@ def test_factors_are_compared_by_one_command(run, capsys):
         (["monitor", "factors", "RUN", "--vary", "sam_rho"], "give SETTING=VALUE"),
         (["monitor", "factors", "RUN", "--vary", "colour=3"], "no setting called 'colour'"),
         (["monitor", "factors", "RUN", "--vary", "sam_rho=0.1", "--models", "3"], "even number of at least 8"),
-        (["train", "RUN", *SMALL, "--monitor", "curvature"], "is trained already"),
+        (["train", "NEW", *SMALL, "--monitor", "dynamics", "--monitor-every", "7"], "monitors would never look"),
         (["train", "NEW", *SMALL, "--monitor", "curvature", "--monitor-every", "0"], "at least 1 epoch"),
         (["monitor", "dynamics", "NOWHERE"], "pptp train"),
     ],

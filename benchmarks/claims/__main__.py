@@ -40,7 +40,7 @@ def main() -> None:
         sys.exit("work needs --data: the folder or .tar of TinyImageNet")
     for cell in cells:
         missing = cell.missing(arguments.only)
-        where = "there" if "risk" in cell.results() else "missing"
+        where = "there" if cell.has_base else "missing"
         print(f"{cell.name}: base {where}, {len(missing)} of {len(cell.retrainings)} retrainings missing", flush=True)
         if arguments.action == "work":
             work(cell, arguments.data, Path(arguments.runs), arguments.only, log=sys.stderr)

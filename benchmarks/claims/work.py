@@ -11,6 +11,7 @@ import yaml
 from pptp.attacking import evaluate_run
 from pptp.commands import localize_run, retrain_run, train_run
 from pptp.config import experiment
+from pptp.results import load_evaluation
 from pptp.runs import UNDEFENDED, Run, read_json, versions, write_json
 
 HERE = Path(__file__).parent
@@ -48,6 +49,10 @@ class Cell:
     def keep(self, **more) -> None:
         write_json(RESULTS / f"{self.name}.json", {**self.results(), **more})
 
+    @property
+    def has_base(self) -> bool:
+        return UNDEFENDED in self.results().get("models", {})
+
     def missing(self, only: str = "") -> list[str]:
         done = self.results().get("models", {})
         return [name for name in self.retrainings if name not in done and name.startswith(only)]
@@ -55,14 +60,13 @@ class Cell:
 
 def work(cell: Cell, data: str, runs: Path, only: str = "", log=None) -> None:
     """Whatever of the cell is not there yet."""
-    if "risk" in cell.results() and not cell.missing(only):
+    if cell.has_base and not cell.missing(only):
         return
     path = runs / cell.name
     with contextlib.redirect_stdout(log):
         run = train_run(str(path), experiment({**cell.settings, "data": data}))
-        if "risk" not in cell.results():
-            risk = localize_run(str(path))
-            keep_risk(cell, risk)
+        if not cell.has_base:
+            keep_risk(cell, localize_run(str(path)))
             keep_model(cell, run, UNDEFENDED)
         for name in cell.missing(only):
             row = cell.retrainings[name]
@@ -97,10 +101,11 @@ def keep_model(cell: Cell, run: Run, name: str) -> None:
     found = read_json(run.path / "evaluate" / name / "evaluation.json", "")
     record = read_json(run.folder(name) / ("cost.json" if name == UNDEFENDED else "defense.json"), "")
     strongest = found["strongest"]
+    scores = load_evaluation(run, name).attacks[strongest["attack"]].turned
     row = {
         "train_accuracy": found["train_accuracy"],
         "test_accuracy": found["test_accuracy"],
-        "strongest": {**strongest, "tpr@0.01": found["attacks"][strongest["attack"]]["tpr@0.01"]},
+        "strongest": {**strongest, "tpr@0.01": scores.tpr_at(0.01).to_dict()},
         "attacks": {a: {"auc": f["auc"], "tpr@0.01": f["tpr@0.01"]} for a, f in found["attacks"].items()},
         "references": found["references"],
         "cost": record.get("cost", record),

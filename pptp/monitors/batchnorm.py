@@ -21,6 +21,7 @@ from ..gradients import squared_norms
 from ..intervals import Estimate, auc, auc_difference, bootstrap, proportion, rate_difference
 from ..norms import batch_norms
 from ..signals import collect, log_true
+from ..stages import bare
 from ..training import Monitor
 
 BATCH = 32
@@ -57,7 +58,7 @@ def _batch_gradient(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
 def influence(model: nn.Module, x: Tensor, y: Tensor, rows: Iterable[int], apart_from=()) -> np.ndarray:
     """||g(B) - g(B without i)|| for each i of `rows`; x: (n, channels, h, w), y: (n,). Nothing of the model changes."""
     found = []
-    with batch_statistics(model, apart_from):
+    with bare(model), batch_statistics(model, apart_from):
         whole = _batch_gradient(model, x, y)
         for row in rows:
             others = torch.arange(len(x), device=x.device) != row
@@ -79,22 +80,27 @@ def influence_ratio(
         y = torch.tensor([sample[1] for sample in samples], device=device)
         pairs.append(influence(model, x, y, (len(samples) - 1, 0), apart_from))
     table = np.array(pairs)  # (batches, 2)
-    return bootstrap(lambda rows: table[rows, 0].mean() / max(table[rows, 1].mean(), 1e-12), len(table))
+    return bootstrap(lambda rows: table[rows, 0].mean() / max(table[rows, 1].mean(), 1e-12), len(table), least=0.0)
 
 
 def gradient_ratio(model: nn.Module, typical: Dataset, outliers: Dataset, most: int = 64) -> Estimate:
     """Mean norm of an outlier's own gradient over that of ordinary samples, in eval mode."""
     norms = []
     for data in (outliers, typical):
-        rows = range(min(most, len(data)))
-        x, y = torch.stack([data[k][0] for k in rows]), torch.tensor([data[k][1] for k in rows])
+        rows = np.random.default_rng(0).permutation(len(data))[:most]
+        x, y = torch.stack([data[int(k)][0] for k in rows]), torch.tensor([data[int(k)][1] for k in rows])
         device = next(model.parameters()).device
         with _in_use(model):
             _, squares = squared_norms(model, x.to(device), y.to(device))
         norms.append(torch.stack(list(squares.values())).sum(0).sqrt().cpu().numpy())
-    first, second = norms
-    n = min(map(len, norms))
-    return bootstrap(lambda rows: first[rows].mean() / max(second[rows].mean(), 1e-12), n)
+    odd, usual = norms
+    both = np.concatenate(norms)  # resampled together, each side by its own rows
+
+    def ratio(rows: np.ndarray) -> float:
+        mine, others = rows[rows < len(odd)], rows[rows >= len(odd)]
+        return both[mine].mean() / max(both[others].mean(), 1e-12) if len(mine) and len(others) else 1.0
+
+    return bootstrap(ratio, len(odd) + len(usual), least=0.0)
 
 
 @contextmanager
@@ -181,16 +187,22 @@ class Samples:
     outliers: np.ndarray  # (n,) bool: canaries
 
 
-def matched_epochs(losses: Mapping[str, np.ndarray], classes: int) -> tuple[float, dict[str, int]]:
-    """(loss, variant -> first epoch (from 0) that reaches it): the lowest training loss that every variant which learned at all reaches.
+MATCHED = 0.25  # largest |log| of the ratio of two training losses that still counts as matched
 
-    Learned at all: came below 0.9 log(classes). The others are left out.
+
+def learned(losses: np.ndarray, classes: int) -> bool:
+    """Whether a training came anywhere: below 0.9 log(classes)."""
+    return bool(losses.min() < 0.9 * np.log(classes))
+
+
+def matched_epochs(a: np.ndarray, b: np.ndarray) -> tuple[tuple[int, int], bool]:
+    """((epoch of a, epoch of b), whether their losses match) where both are nearest to the lowest training loss that both reach.
+
+    Nearest, not first below: the first epoch below would favour whichever learns in larger steps.
     """
-    learned = {name: row for name, row in losses.items() if row.min() < 0.9 * np.log(classes)}
-    if not learned:
-        return float("nan"), {}
-    level = max(float(row.min()) for row in learned.values())
-    return level, {name: int(np.argmax(row <= level)) for name, row in learned.items()}
+    level = max(a.min(), b.min())
+    at = tuple(int(np.abs(np.log(np.maximum(losses, 1e-12) / max(level, 1e-12))).argmin()) for losses in (a, b))
+    return at, bool(abs(np.log(max(a[at[0]], 1e-12) / max(b[at[1]], 1e-12))) <= MATCHED)
 
 
 def leaks(logits: Tensor, samples: Samples) -> dict:
@@ -228,7 +240,7 @@ def compared(a: dict, b: dict, samples: Samples) -> dict[str, Estimate]:
 def verdict(name: str, difference: Mapping[str, Estimate]) -> str:
     """One sentence: does BatchNorm leak more about outliers than `name`?"""
     gap, useful = difference["outliers"], difference["accuracy"]
-    price = f"; test accuracy with BatchNorm minus with {name} {useful}"
+    price = f" in this one training of each; test accuracy with BatchNorm minus with {name} {useful}"
     if gap.low > 0:
         return f"BatchNorm leaks more about outliers than {name} (AUC {gap}){price}"
     if gap.high < 0:

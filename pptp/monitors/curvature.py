@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from ..data import batches, sample_ids, some
 from ..errors import UserError
 from ..stages import bare
-from ..training import Monitor
+from ..training import Monitor, check_same_samples
 
 SMOOTH = (nn.GELU, nn.SiLU, nn.ELU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Hardswish, nn.Mish)
 
@@ -142,15 +142,17 @@ class Curvature(Monitor):
     def arrays(self) -> dict[str, np.ndarray]:
         """For curvature.npz."""
         return {
+            "estimator": np.array(self.estimator),
             "ids": self.ids,
             "mean": self.mean,
             **{f"epoch_{e}": values.numpy() for e, values in self.found.items()},
         }
 
     def state_dict(self):
-        return {"found": self.found}
+        return {"ids": self.ids.tolist(), "found": self.found}
 
     def load_state_dict(self, state):
+        check_same_samples(state["ids"], self.ids)
         self.found = dict(state["found"])
 
 

@@ -21,7 +21,7 @@ from ..data import sample_ids, some
 from ..intervals import Estimate, bootstrap, proportion, rank_correlation
 from ..likelihood import OWN_VARIANCE_FROM, leave_one_out
 from ..signals import collect, logit_margin
-from ..training import Monitor
+from ..training import Monitor, check_same_samples
 
 REGIONS = ("secure", "ambiguous", "over-exposed", "vulnerable")
 CELLS = 10  # of each axis, for the entropy
@@ -106,7 +106,7 @@ class Dynamics:
             return np.linalg.norm(np.diff(self.states[:, rows].mean(1), axis=0), axis=-1).sum()
 
         n = len(self.ids)
-        return {"net": bootstrap(net, n), "cumulative": bootstrap(cumulative, n)}
+        return {"net": bootstrap(net, n, least=0.0), "cumulative": bootstrap(cumulative, n, least=0.0)}
 
     def entropy(self) -> np.ndarray:
         """(t,) nats: of the share of samples in each of 10 x 10 cells; log 100 at most."""
@@ -162,9 +162,10 @@ class Recording(Monitor):
         return {"ids": self.ids, "epochs": np.array(self.epochs), **traces}
 
     def state_dict(self):
-        return {"epochs": self.epochs, "traces": self.traces, "total": self.total}
+        return {"ids": self.ids.tolist(), "epochs": self.epochs, "traces": self.traces, "total": self.total}
 
     def load_state_dict(self, state):
+        check_same_samples(state["ids"], self.ids)
         self.epochs, self.traces, self.total = list(state["epochs"]), dict(state["traces"]), state["total"]
 
 

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..data import indexed
 from ..errors import UserError
 from ..intervals import Estimate, bootstrap
+from ..stages import bare
 from ..training import Monitor
 
 EXTRACTORS = ("autoencoder", "transformer")
@@ -93,7 +94,7 @@ def collect_pairs(model: nn.Module, data: Dataset, layers: Sequence[str], settin
     loader = DataLoader(data, batch_sampler=[list(map(int, batch)) for batch in rows])
     weights, device = [wanted[name] for name in layers], next(model.parameters()).device
     features, gradients = [], [[] for _ in layers]
-    with _eval_mode(model), _inputs_of(_classifier(model)[1]) as seen:
+    with bare(model), _eval_mode(model), _inputs_of(_classifier(model)[1]) as seen:
         for x, y, _ in loader:
             loss = F.cross_entropy(model(x.to(device)), y.to(device))
             for kept, gradient in zip(gradients, torch.autograd.grad(loss, weights)):
@@ -313,7 +314,7 @@ def _judge(table: np.ndarray, control: np.ndarray, seed: int) -> Dependence:
     return Dependence(
         mine=bootstrap(lambda rows: donsker_varadhan(table, rows), k),
         nce=bootstrap(lambda rows: info_nce(table, rows), k),
-        auc=bootstrap(lambda rows: np.diag(ranks)[rows].mean(), k),
+        auc=bootstrap(lambda rows: np.diag(ranks)[rows].mean(), k, least=0.0, most=1.0),
         null_auc=tuple(float(q) for q in np.quantile(null, (0.025, 0.975))),
         control=bootstrap(lambda rows: donsker_varadhan(control, rows), k),
         ceiling=float(np.log(k)),
@@ -419,7 +420,7 @@ def reconstruct(
     x: (1, channels, h, w). The label is taken as known, since the gradient of the last layer tells it (Zhao et al. 2020). Model in eval
     mode. The best of what was seen is kept.
     """
-    with _eval_mode(model):
+    with bare(model), _eval_mode(model):
         weights = [p for p in model.parameters() if p.requires_grad]
         shared = torch.autograd.grad(F.cross_entropy(model(x), y), weights, allow_unused=True)
         used, wanted = zip(*((p, g.detach()) for p, g in zip(weights, shared) if g is not None))

@@ -11,13 +11,14 @@ from ..canaries import Planted
 from ..data import Part
 from ..errors import UserError
 from ..intervals import Estimate
-from ..monitors.batchnorm import Samples, Watch, compared, influence_ratio, leaks, matched_epochs, verdict
+from ..monitors.batchnorm import Samples, Watch, compared, influence_ratio, leaks, learned, matched_epochs, verdict
 from ..norms import KINDS, batch_norms, norms_of, swap_norms
 from ..runs import UNDEFENDED, Run, write_npz
 from ..training import fit
 from . import Section, Table
 
 SEED = 401
+NUMBERS = ("test_accuracy", "canaries_learned", "canaries_not_seen", "auc_outliers", "auc_typical")
 
 
 def study(
@@ -29,29 +30,52 @@ def study(
     recipe = replace(run.experiment.recipe, **({"epochs": epochs} if epochs else {}))
     print(f"trains {len(variants)} models of {recipe.epochs} epochs, on {int(samples.members.sum())} samples each")
     traces = {kind: _trained(run, kind, pool, ids, samples, recipe) for kind in variants}
-    level, at = matched_epochs({kind: trace["loss"] for kind, trace in traces.items()}, run.splits.classes)
-    found = {kind: leaks(torch.from_numpy(traces[kind]["logits"][epoch]), samples) for kind, epoch in at.items()}
-    others = [kind for kind in found if kind != "bn"]
-    differences = {kind: compared(found["bn"], found[kind], samples) for kind in others} if "bn" in found else {}
+    pairs = _compared(traces, samples, run.splits.classes)
+    differences = {kind: pair["gap"] for kind, pair in pairs.items() if pair["matched"]}
     stages = _by_stage(run, pool, ids, samples)
-    lines = [
-        f"{verdict(KINDS[kind], gap)[0].upper()}{verdict(KINDS[kind], gap)[1:]}." for kind, gap in differences.items()
-    ]
-    if not at:
-        lines = ["No variant learned anything in so few epochs: there is nothing to compare."]
     return Section(
         "batchnorm",
         "What BatchNorm adds",
-        lines + _advice(run, differences, stages) + [_running(run)],
-        [_table(traces, at, found), _stage_table(stages)],
-        _caveats(traces, at, level, samples),
+        _lines(traces, pairs) + _advice(run, differences, stages) + [_running(run)],
+        [_table(traces, pairs), _stage_table(stages)],
+        _caveats(samples),
         {
-            "level": level if at else None,
-            "variants": {kind: _numbers(traces[kind], at[kind], found[kind]) for kind in found},
+            "variants": {name: _numbers(*row) for pair in pairs.values() for name, row in pair["rows"].items()},
             "stages": {name: e.to_dict() for name, e in stages.items()},
         },
         models=(UNDEFENDED,),
     )
+
+
+def _compared(traces: dict, samples: Samples, classes: int) -> dict[str, dict]:
+    """For every other norm that learned: it and BatchNorm where their training losses are nearest."""
+    able = {kind: trace for kind, trace in traces.items() if learned(trace["loss"], classes)}
+    found = {}
+    for kind in [kind for kind in able if kind != "bn" and "bn" in able]:
+        at, matched = matched_epochs(able["bn"]["loss"], able[kind]["loss"])
+        both = [
+            leaks(torch.from_numpy(able[k]["logits"][epoch]), samples)
+            for k, epoch in zip(("bn", kind), at, strict=True)
+        ]
+        rows = {f"bn, as {kind}": (able["bn"], at[0], both[0]), kind: (able[kind], at[1], both[1])}
+        found[kind] = {"rows": rows, "matched": matched, "gap": compared(*both, samples)}
+    return found
+
+
+def _lines(traces: dict, pairs: dict) -> list[str]:
+    lines = []
+    for kind in [kind for kind in traces if kind != "bn"]:
+        if kind not in pairs:
+            lines.append(f"BatchNorm or {KINDS[kind]} did not learn with this recipe: they are not compared.")
+        elif not pairs[kind]["matched"]:
+            losses = " and ".join(f"{trace['loss'][at]:.3f}" for trace, at, _ in pairs[kind]["rows"].values())
+            lines.append(
+                f"BatchNorm and {KINDS[kind]} have no epochs of nearly equal training loss ({losses}): no verdict."
+            )
+        else:
+            said = verdict(KINDS[kind], pairs[kind]["gap"])
+            lines.append(f"{said[0].upper()}{said[1:]}.")
+    return lines
 
 
 def _check(run: Run, variants) -> None:
@@ -87,7 +111,7 @@ def _trained(run: Run, kind: str, pool, ids: np.ndarray, samples: Samples, recip
         part = {name: Part(pool, ids[rows], name) for name, rows in _rows(samples).items()}
         watch = Watch(part["typical"], part["outliers"], Part(pool, ids, "asked"), samples.members, recipe.workers)
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoint = folder / f"{kind}.pt"
+        checkpoint = target.with_suffix(".pt")
         try:
             fit(model, part["members"], recipe, monitors=[watch], checkpoint=checkpoint, title=KINDS[kind])
         except UserError as error:
@@ -159,22 +183,15 @@ def _shown(row) -> str:
     return "-" if not np.isfinite(row).all() else "{:.2f} [{:.2f}, {:.2f}]".format(*row)
 
 
-def _table(traces: dict, at: dict[str, int], found: dict) -> Table:
+def _table(traces: dict, pairs: dict) -> Table:
     rows = []
-    for kind, trace in traces.items():
-        if kind not in at:
-            rows.append([KINDS[kind], "did not learn", *["-"] * 9])
-            continue
-        epoch, f = at[kind], found[kind]
-        numbers = [
-            f[key] for key in ("test_accuracy", "canaries_learned", "canaries_not_seen", "auc_outliers", "auc_typical")
-        ]
+    for name, (trace, epoch, found) in [item for pair in pairs.values() for item in pair["rows"].items()]:
         rows.append(
             [
-                KINDS[kind],
+                KINDS[name] if name in KINDS else f"BatchNorm, against {KINDS[name.rpartition(' ')[2]]}",
                 str(epoch + 1),
                 f"{trace['loss'][epoch]:.3f}",
-                *map(str, numbers),
+                *(str(found[key]) for key in NUMBERS),
                 _shown(trace["influence"][0]),
                 _shown(trace["influence"][epoch]),
                 _shown(trace["own"][epoch]),
@@ -210,21 +227,13 @@ def _stage_table(stages: dict[str, Estimate]) -> Table:
 
 
 def _numbers(trace: dict, epoch: int, found: dict) -> dict:
-    kept = {
-        key: found[key].to_dict()
-        for key in ("test_accuracy", "canaries_learned", "canaries_not_seen", "auc_outliers", "auc_typical")
-    }
+    kept = {key: found[key].to_dict() for key in NUMBERS}
     pull = dict(zip(("value", "low", "high"), map(float, trace["influence"][epoch])))
     return {**kept, "epoch": epoch + 1, "loss": float(trace["loss"][epoch]), "influence": pull}
 
 
-def _caveats(traces: dict, at: dict[str, int], level: float, samples: Samples) -> list[str]:
-    matched = f"Every variant is judged at the first epoch whose training loss is at most {level:.3f}; learning rate and all else are the run's, which may suit one norm better than another."
-    lines = [
-        *([matched] if at else []),
-        f"Outliers are {int(samples.outliers.sum())} samples with a wrong label, half of them trained on. One training of each variant: intervals are over samples, not over seeds.",
+def _caveats(samples: Samples) -> list[str]:
+    return [
+        "Each norm is judged at the epoch whose training loss is nearest to the lowest that both reach; learning rate and all else are the run's, which may suit one norm better than another.",
+        f"Outliers are {int(samples.outliers.sum())} samples with a wrong label, half of them trained on. One training of each norm: intervals are over samples, not over seeds.",
     ]
-    missing = [KINDS[kind] for kind in traces if kind not in at]
-    if missing:
-        lines.append(f"{', '.join(missing)} did not learn with this recipe: left out.")
-    return lines

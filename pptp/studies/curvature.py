@@ -13,6 +13,7 @@ from ..runs import UNDEFENDED, Run, read_json, write_npz
 from . import Section, Table
 
 SHOWN_CLASSES, SHOWN_IMAGES, SHOWN_POINTS = 4, 6, 400
+FEW = 16
 
 
 def study(run: Run, estimator: str = "fisher", samples: int = 1000) -> Section:
@@ -25,7 +26,7 @@ def study(run: Run, estimator: str = "fisher", samples: int = 1000) -> Section:
     ids = [sample_ids(part) for part in (inside, outside)]
     names = run.trained_names()
     rows = {name: _of_model(run, name, estimator, inside, outside, ids) for name in names}
-    watched = _watched(run)
+    watched = _watched(run, UNDEFENDED, estimator)
     write_npz(
         run.path / "monitors" / "curvature.npz",
         {"members": ids[0], "nonmembers": ids[1], **{f"{n}/members": r["values"][0] for n, r in rows.items()}}
@@ -37,7 +38,7 @@ def study(run: Run, estimator: str = "fisher", samples: int = 1000) -> Section:
         "How sharply it bends around its training samples",
         _lines(run, rows, estimator, watched),
         [_table(rows)],
-        _caveats(run, estimator, watched),
+        _caveats(run, rows, estimator, watched),
         {
             "estimator": estimator,
             "models": {name: _numbers(row) for name, row in rows.items()},
@@ -63,38 +64,39 @@ def _of_model(run: Run, name: str, estimator: str, inside: Part, outside: Part, 
         "epsilon": claimed,
         "linear": is_piecewise_linear(model),
     }
-    return row | _memorised(run, name, ids[0], values[0])
+    return row | _memorised(run, name, ids[0], values[0], estimator)
 
 
 def _mean(values: np.ndarray) -> Estimate:
     return bootstrap(lambda rows: values[rows].mean(), len(values))
 
 
-def _memorised(run: Run, name: str, ids: np.ndarray, bent: np.ndarray) -> dict:
+def _memorised(run: Run, name: str, ids: np.ndarray, bent: np.ndarray, estimator: str) -> dict:
     """Memorisation by this model's own reference models, and its correlation with curvature; nothing without them."""
     references = load_references(run, name)
     if references is None:
-        return {"memorization": None, "rho": None, "scatter": []}
+        return {"memorization": None, "rho": None, "scatter": [], "references": 0}
     at = references.of(ids)
     right = references.logits[:, at].argmax(-1).numpy() == run.splits.pool.labels[ids]
     score = memorization(right, references.members[:, at].numpy())
-    path = run.folder(name) / "curvature.npz"
-    if path.exists():  # watched while training: the mean over epochs, which does not collapse
-        with np.load(path) as saved:
-            _, mine, theirs = np.intersect1d(ids, saved["ids"], return_indices=True)
-            ids, score, bent = ids[mine], score[mine], saved["mean"][theirs]
+    watched = _watched(run, name, estimator)
+    if watched is not None:  # the mean over epochs, which does not collapse
+        _, mine, theirs = np.intersect1d(ids, watched[0], return_indices=True)
+        score, bent = score[mine], watched[1][theirs]
     known = np.isfinite(score)
     score, bent = score[known], bent[known]
     points = np.stack([bent, score], 1)[:SHOWN_POINTS].tolist()
-    return {"memorization": _mean(score), "rho": rank_correlation(bent, score), "scatter": points}
+    count = len(references.logits)
+    return {"memorization": _mean(score), "rho": rank_correlation(bent, score), "scatter": points, "references": count}
 
 
-def _watched(run: Run) -> tuple[np.ndarray, np.ndarray] | None:
-    path = run.folder(UNDEFENDED) / "curvature.npz"
+def _watched(run: Run, name: str, estimator: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """(ids, mean over epochs) of what was watched while training, if it was by this estimator: they are different quantities."""
+    path = run.folder(name) / "curvature.npz"
     if not path.exists():
         return None
     with np.load(path) as saved:
-        return saved["ids"], saved["mean"]
+        return (saved["ids"], saved["mean"]) if str(saved["estimator"]) == estimator else None
 
 
 def _numbers(row: dict) -> dict:
@@ -143,7 +145,9 @@ def _lines(run: Run, rows: dict, estimator: str, watched) -> list[str]:
     ]
     if base["rho"] is not None:
         over = "the mean over the epochs of training" if watched is not None else "the finished model"
-        lines.append(f"Spearman correlation of curvature ({over}) with memorization: {base['rho']}.")
+        lines.append(
+            f"Spearman correlation of curvature ({over}) with memorization by {base['references']} reference models: {base['rho']}."
+        )
     private = {name: row for name, row in rows.items() if row["epsilon"] is not None}
     for name, row in private.items():
         lines.append(
@@ -152,7 +156,7 @@ def _lines(run: Run, rows: dict, estimator: str, watched) -> list[str]:
     return lines
 
 
-def _caveats(run: Run, estimator: str, watched) -> list[str]:
+def _caveats(run: Run, rows: dict, estimator: str, watched) -> list[str]:
     mean, std = run._normalisation
     unit = " x ".join(f"{s:.3g}" for s in std)
     lines = [
@@ -163,6 +167,10 @@ def _caveats(run: Run, estimator: str, watched) -> list[str]:
     ]
     if estimator == "fisher" and not is_piecewise_linear(run.fresh_model()):
         lines.append("This model has smooth activations: fisher is not the trace here (take --estimator hutchinson).")
+    if any(0 < row["references"] < FEW for row in rows.values()):
+        lines.append(
+            f"Memorization from fewer than {FEW} reference models takes few values only, and weakens correlations."
+        )
     if watched is None:
         lines.append(
             "Of the finished model: where the training loss is near 0, curvature is too. Train with --monitor curvature to average over epochs."

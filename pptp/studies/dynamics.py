@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from ..ensemble import recorded_margins
+from ..ensemble import Job, recorded_margins
 from ..errors import UserError
 from ..intervals import Estimate, proportion
 from ..monitors.dynamics import REGIONS, Dynamics, correlations, early_warning, plane
@@ -15,11 +17,13 @@ SHOWN_CELLS = 20
 FEW = 8
 
 
-def trajectories(run: Run, procedure: str = UNDEFENDED, fpr: float = 0.1) -> tuple[Dynamics, int]:
-    """(states of the attacked samples, how many reference models they come from)."""
+def trajectories(
+    run: Run, procedure: str = UNDEFENDED, fpr: float = 0.1, jobs: Sequence[Job] = ()
+) -> tuple[Dynamics, int]:
+    """(states of the attacked samples, how many reference models they come from); jobs: of these reference models only."""
     if not 0 < fpr < 1:
         raise UserError(f"fpr is {fpr}: it must lie between 0 and 1")
-    found = recorded_margins(run, procedure)
+    found = recorded_margins(run, procedure, jobs)
     wanted = f"pptp ensemble {run.path} --models 16 --record-epochs 1,2,5,...{'' if procedure == UNDEFENDED else f' --procedure {procedure}'}"
     if found is None or len(found.epochs) < 2:
         raise UserError(f'dynamics need reference models with outputs of several epochs: run "{wanted}" first')
