@@ -8,10 +8,10 @@ import os
 import sys
 import traceback
 from dataclasses import fields
-from pathlib import Path
 
-from .config import Experiment, Recipe, check_names, experiment, flat_fields
+from .config import Experiment, Recipe, experiment, flat_fields
 from .errors import UserError
+from .settings import from_yaml, literals, one_setting
 
 HELP = {
     "model": "timm model name, hf-hub:ID or local-dir:PATH",
@@ -291,21 +291,9 @@ def _monitor(arguments: argparse.Namespace) -> None:
         variants = tuple(arguments.variants.split(","))
         settings = {"variants": variants, "canaries": arguments.canaries, "epochs": arguments.epochs}
     else:
-        settings = {"changes": [_variant(text) for text in arguments.vary], "models": arguments.models}
+        settings = {"changes": [one_setting(text) for text in arguments.vary], "models": arguments.models}
         settings |= {"checkpoints": arguments.checkpoints, "processes": arguments.processes}
     commands.monitor_run(arguments.run, name, **settings)
-
-
-def _variant(text: str) -> dict:
-    """One SETTING=VALUE as the config takes it."""
-    import yaml
-
-    key, equals, value = text.partition("=")
-    key = key.strip().replace("-", "_")
-    if not equals:
-        raise UserError(f"vary is {text!r}: give SETTING=VALUE, e.g. sam_rho=0.05")
-    check_names({key: value})
-    return {key: _typed(key, yaml.safe_load(value))}
 
 
 def _audit_flags(sub: argparse.ArgumentParser) -> None:
@@ -342,57 +330,8 @@ def settings_of(arguments: argparse.Namespace) -> dict:
     """Flags over the config file, over defaults."""
     given = {name: getattr(arguments, name) for name in flat_fields() if hasattr(arguments, name)}
     if isinstance(given.get("model_kwargs"), list):
-        given["model_kwargs"] = _literals(given["model_kwargs"])
-    return {**_from_yaml(getattr(arguments, "config", None)), **given}
-
-
-def _literals(pairs: list[str]) -> dict:
-    import ast
-
-    from .plugins import parse_settings
-
-    def value(text: str):
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            return text  # a plain word
-
-    return {key: value(text) for key, text in parse_settings(pairs).items()}
-
-
-def _from_yaml(path: str | None) -> dict:
-    if not path:
-        return {}
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(Path(path).read_text()) or {}
-    except OSError as error:
-        raise UserError(f"cannot read the config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}" if mark else ""
-        raise UserError(f"the config {path} is not YAML{where}: {getattr(error, 'problem', error)}") from error
-    if not isinstance(loaded, dict):
-        raise UserError(f"the config {path} must be a list of setting: value lines")
-    loaded = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    check_names(loaded)
-    return {key: _typed(key, value) for key, value in loaded.items()}
-
-
-def _typed(key: str, value):
-    """YAML reads 1e-3 as text: give every value the type of its setting."""
-    kind, _ = flat_fields()[key]
-    if kind is str and isinstance(value, bool):  # YAML's no and yes: `amp: no`
-        return "yes" if value else "no"
-    try:
-        typed = value if kind in (dict, bool) else kind(value)
-        fits = isinstance(typed, kind) and not (kind is int and float(value) != typed)
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise UserError(f"{key} is {value!r} in the config: it must be of type {kind.__name__}")
-    return typed
+        given["model_kwargs"] = literals(given["model_kwargs"])
+    return {**from_yaml(getattr(arguments, "config", None)), **given}
 
 
 def run_command(arguments: argparse.Namespace) -> int:

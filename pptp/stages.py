@@ -170,6 +170,18 @@ def bare(model: nn.Module):
         model._forward_hooks = hooks
 
 
+@contextmanager
+def eval_mode(model: nn.Module):
+    """In eval mode while open; every module is in its own mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _default_input_size(model: nn.Module) -> tuple[int, ...]:
     config = getattr(model, "pretrained_cfg", None) or {}
     if not config.get("input_size"):

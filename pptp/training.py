@@ -158,12 +158,7 @@ def fit(
                 row = _epoch(accelerator, run, loader, optimizer, loss, epoch, recipe, monitors, bar)
                 schedule.step(epoch + 1)
                 row["seconds"] = time.perf_counter() - started
-                looking = time.perf_counter()
-                with torch.random.fork_rng():  # a look draws no number that training would have drawn
-                    for monitor in monitors:
-                        row |= monitor.after_epoch(model, epoch)
-                row |= {"monitor_seconds": time.perf_counter() - looking} if monitors else {}
-                history.rows.append(row)
+                history.rows.append(row | _looked(monitors, model, epoch))
                 if accelerator.is_main_process:
                     saved.write(history.rows)
         _share_buffers(model, accelerator)
@@ -174,6 +169,17 @@ def fit(
         model.to(memory_format=torch.contiguous_format)
     model.eval()
     return history
+
+
+def _looked(monitors: Sequence[Monitor], model: nn.Module, epoch: int) -> dict[str, float]:
+    """What monitors say after an epoch; they draw no random number that training would have drawn."""
+    if not monitors:
+        return {}
+    row, started = {}, time.perf_counter()
+    with torch.random.fork_rng():
+        for monitor in monitors:
+            row |= monitor.after_epoch(model, epoch)
+    return {**row, "monitor_seconds": time.perf_counter() - started}
 
 
 def _compiled(model: nn.Module, recipe: Recipe) -> nn.Module:

@@ -36,7 +36,7 @@ LAYERS = [
     "report",
     "commands",
     "attacking",
-    "demo harden",
+    "demo harden settings",
     "cli",
     "__main__",
 ]

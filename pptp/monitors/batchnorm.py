@@ -21,7 +21,7 @@ from ..gradients import squared_norms
 from ..intervals import Estimate, auc, auc_difference, bootstrap, proportion, rate_difference
 from ..norms import batch_norms
 from ..signals import collect, log_true
-from ..stages import bare
+from ..stages import bare, eval_mode
 from ..training import Monitor
 
 BATCH = 32
@@ -33,20 +33,17 @@ def batch_statistics(model: nn.Module, apart_from: Iterable[nn.Module] = ()):
 
     apart_from: BatchNorm layers that go by their running statistics all the same.
     """
-    apart, training = set(apart_from), [module for module in model.modules() if module.training]
-    saved = {id(buffer): buffer.clone() for buffer in model.buffers()}
-    model.eval()
-    for norm in batch_norms(model).values():
-        norm.training = norm not in apart
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer in model.buffers():
-                buffer.copy_(saved[id(buffer)])
-        model.eval()
-        for module in training:
-            module.training = True
+    apart, saved = set(apart_from), {id(buffer): buffer.clone() for buffer in model.buffers()}
+    with eval_mode(model):
+        for norm in batch_norms(model).values():
+            norm.training = norm not in apart
+        try:
+            yield
+        finally:
+            model.eval()
+            with torch.no_grad():
+                for buffer in model.buffers():
+                    buffer.copy_(saved[id(buffer)])
 
 
 def _batch_gradient(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
@@ -90,7 +87,7 @@ def gradient_ratio(model: nn.Module, typical: Dataset, outliers: Dataset, most: 
         rows = np.random.default_rng(0).permutation(len(data))[:most]
         x, y = torch.stack([data[int(k)][0] for k in rows]), torch.tensor([data[int(k)][1] for k in rows])
         device = next(model.parameters()).device
-        with _in_use(model):
+        with eval_mode(model):
             _, squares = squared_norms(model, x.to(device), y.to(device))
         norms.append(torch.stack(list(squares.values())).sum(0).sqrt().cpu().numpy())
     odd, usual = norms
@@ -101,17 +98,6 @@ def gradient_ratio(model: nn.Module, typical: Dataset, outliers: Dataset, most: 
         return both[mine].mean() / max(both[others].mean(), 1e-12) if len(mine) and len(others) else 1.0
 
     return bootstrap(ratio, len(odd) + len(usual), least=0.0)
-
-
-@contextmanager
-def _in_use(model: nn.Module):
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class Influence(Monitor):

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..data import indexed
 from ..errors import UserError
 from ..intervals import Estimate, bootstrap
-from ..stages import bare
+from ..stages import bare, eval_mode
 from ..training import Monitor
 
 EXTRACTORS = ("autoencoder", "transformer")
@@ -94,7 +94,7 @@ def collect_pairs(model: nn.Module, data: Dataset, layers: Sequence[str], settin
     loader = DataLoader(data, batch_sampler=[list(map(int, batch)) for batch in rows])
     weights, device = [wanted[name] for name in layers], next(model.parameters()).device
     features, gradients = [], [[] for _ in layers]
-    with bare(model), _eval_mode(model), _inputs_of(_classifier(model)[1]) as seen:
+    with bare(model), eval_mode(model), _inputs_of(_classifier(model)[1]) as seen:
         for x, y, _ in loader:
             loss = F.cross_entropy(model(x.to(device)), y.to(device))
             for kept, gradient in zip(gradients, torch.autograd.grad(loss, weights)):
@@ -116,17 +116,6 @@ def sketch(gradient: Tensor, size: int, seed: int) -> Tensor:
     place = torch.randint(0, size, (len(gradient),), generator=generator)
     sign = torch.randint(0, 2, (len(gradient),), generator=generator) * 2 - 1
     return torch.zeros(size).index_add_(0, place, gradient * sign)
-
-
-@contextmanager
-def _eval_mode(model: nn.Module):
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager
@@ -420,7 +409,7 @@ def reconstruct(
     x: (1, channels, h, w). The label is taken as known, since the gradient of the last layer tells it (Zhao et al. 2020). Model in eval
     mode. The best of what was seen is kept.
     """
-    with bare(model), _eval_mode(model):
+    with bare(model), eval_mode(model):
         weights = [p for p in model.parameters() if p.requires_grad]
         shared = torch.autograd.grad(F.cross_entropy(model(x), y), weights, allow_unused=True)
         used, wanted = zip(*((p, g.detach()) for p, g in zip(weights, shared) if g is not None))
