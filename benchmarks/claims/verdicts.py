@@ -197,7 +197,7 @@ def _rewinding(results: Results) -> Verdict | None:
         if surely_better(rewound, tuned)
         else "no"
         if surely_better(tuned, rewound)
-        else "cannot be said: a trade-off"
+        else "cannot be said: neither is surely better"
     )
     return Verdict("rewinding beats fine-tuning", "section 5.2.1", ours, agrees)
 
