@@ -18,10 +18,6 @@ class Verdict:
     agrees: str  # yes, no, partly, or why it cannot be said
 
 
-def stage(results: Mapping, name: str) -> Mapping:
-    return next(s for s in results["risk"]["stages"] if s["name"] == name)
-
-
 def last_stage(results: Mapping) -> Mapping:
     """The one before the head."""
     return results["risk"]["stages"][-2]
