@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from matplotlib.colors import LogNorm
 
-from .plots import GREY, INK, MODEL_COLOURS, RISK, as_svg, canvas, error_bars
+from .plots import GREY, INK, MODEL_COLOURS, RISK, as_svg, canvas, error_bars, points
 
 Figures = list[tuple[str, str]]
 MOST_PANELS = 6
@@ -53,9 +53,9 @@ def curvature(data: Mapping) -> Figures:
     return found
 
 
-def _scatter(points: Sequence[Sequence[float]]) -> str:
+def _scatter(pairs: Sequence[Sequence[float]]) -> str:
     figure, axes = canvas(5.2, 3.6)
-    bent, score = np.array(points).T
+    bent, score = np.array(pairs).T
     axes[0, 0].plot(np.maximum(bent, 1e-12), score, ".", color=INK, alpha=0.4, markersize=4)
     axes[0, 0].set(xscale="log", xlabel="curvature", ylabel="memorization")
     return as_svg(figure, "curvature-memorization")
@@ -66,7 +66,7 @@ def _against_epsilon(models: Mapping, private: Mapping) -> str:
     rows = sorted(private.values(), key=lambda row: row["epsilon"])
     bent = [row["members"] for row in rows]
     at = [row["epsilon"] for row in rows]
-    axes[0, 0].errorbar(at, [e["value"] for e in bent], yerr=error_bars(bent), fmt="o-", color=INK, capsize=3)
+    points(axes[0, 0], at, bent, fmt="o-", color=INK)
     axes[0, 0].axhline(models["undefended"]["members"]["value"], color=RISK, linestyle="--", linewidth=1)
     axes[0, 0].set(xscale="log", yscale="log", xlabel="epsilon", ylabel="mean curvature of members")
     return as_svg(figure, "curvature-epsilon")
@@ -77,16 +77,7 @@ def tokens(data: Mapping) -> Figures:
     figure, axes = canvas(6.8, 3.6)
     axis, at = axes[0, 0], np.arange(len(rows))
     for shift, key, colour in ((-0.1, "mine", INK), (0.1, "control", GREY)):
-        values = [row[key] for row in rows]
-        axis.errorbar(
-            at + shift,
-            [e["value"] for e in values],
-            yerr=error_bars(values),
-            fmt="o",
-            color=colour,
-            capsize=3,
-            label=f"{key} (nats)",
-        )
+        points(axis, at + shift, [row[key] for row in rows], color=colour, label=f"{key} (nats)")
     axis.axhline(0, color=GREY, linewidth=0.8)
     names = [f"{row['model']}\n{row['when']}, {row['shared']}" for row in rows]
     axis.set_xticks(at, names, fontsize=7, rotation=30, ha="right")
@@ -121,16 +112,7 @@ def batchnorm(data: Mapping) -> Figures:
             else ((key, "", RISK),)
         )
         for shift, (name, label, colour) in zip((-0.1, 0.1), kinds):
-            found = [row[name] for row in variants.values()]
-            axis.errorbar(
-                at + shift,
-                [e["value"] for e in found],
-                yerr=error_bars(found),
-                fmt="o",
-                color=colour,
-                capsize=3,
-                label=label,
-            )
+            points(axis, at + shift, [row[name] for row in variants.values()], color=colour, label=label)
         axis.axhline(0.5 if key == "auc" else 1, color=GREY, linestyle=":", linewidth=1)
         axis.set_xticks(at, list(variants))
         axis.set_title(title)

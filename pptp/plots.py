@@ -58,6 +58,12 @@ def error_bars(estimates: Sequence[Mapping]) -> np.ndarray:
     )
 
 
+def points(axis, at, estimates: Sequence[Mapping], **how) -> None:
+    """Values with their intervals, at the places `at`."""
+    how = {"fmt": "o", "capsize": 3, **how}
+    axis.errorbar(at, [e["value"] for e in estimates], yerr=error_bars(estimates), **how)
+
+
 def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **more):
     with plt.rc_context(STYLE):
         return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **more)
