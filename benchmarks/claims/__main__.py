@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--data", help="the images, for work")
     parser.add_argument("--base", action="append", default=[], help="only this base; may be repeated")
     parser.add_argument("--seeds", default="42", help="e.g. 42,43,44 (42)")
-    parser.add_argument("--only", default="", help="only retrainings whose names start so")
+    parser.add_argument("--only", default="", help="only retrainings whose names start so; several with commas")
     parser.add_argument("--runs", default="runs/claims", help="where models are kept (runs/claims)")
     arguments = parser.parse_args()
     if arguments.action == "render":
@@ -35,15 +35,16 @@ def main() -> None:
     if unknown:
         sys.exit(f"there is no base called {', '.join(unknown)}: plan.yaml has {', '.join(plan()['bases'])}")
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    only = tuple(arguments.only.split(","))
     cells = [Cell(base, seed) for seed in seeds for base in arguments.base or plan()["bases"]]
     if arguments.action == "work" and not (arguments.data and Path(arguments.data).exists()):
         sys.exit("work needs --data: the folder or .tar of TinyImageNet")
     for cell in cells:
-        missing = cell.missing(arguments.only)
+        missing = cell.missing(only)
         where = "there" if cell.has_base else "missing"
         print(f"{cell.name}: base {where}, {len(missing)} of {len(cell.retrainings)} retrainings missing", flush=True)
         if arguments.action == "work":
-            work(cell, arguments.data, Path(arguments.runs), arguments.only, log=sys.stderr)
+            work(cell, arguments.data, Path(arguments.runs), only, log=sys.stderr)
 
 
 if __name__ == "__main__":

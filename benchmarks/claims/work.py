@@ -53,12 +53,12 @@ class Cell:
     def has_base(self) -> bool:
         return UNDEFENDED in self.results().get("models", {})
 
-    def missing(self, only: str = "") -> list[str]:
+    def missing(self, only: tuple[str, ...] = ("",)) -> list[str]:
         done = self.results().get("models", {})
         return [name for name in self.retrainings if name not in done and name.startswith(only)]
 
 
-def work(cell: Cell, data: str, runs: Path, only: str = "", log=None) -> None:
+def work(cell: Cell, data: str, runs: Path, only: tuple[str, ...] = ("",), log=None) -> None:
     """Whatever of the cell is not there yet."""
     if cell.has_base and not cell.missing(only):
         return
