@@ -76,6 +76,11 @@ class Job:
     def folder(self, run: Run) -> Path:
         return home(run, self.procedure) / self.key(run)
 
+    def shared(self, run: Run) -> Path:
+        """Where the undefended models behind this one are kept: every procedure starts from the same."""
+        bare = replace(self, procedure=UNDEFENDED, queries=0, epochs=(), own_cut=False)
+        return home(run, UNDEFENDED) / "bases" / bare.key(run)
+
 
 def home(run: Run, procedure: str) -> Path:
     return run.path / "ensembles" / procedure
@@ -125,7 +130,8 @@ def train_reference(config: Mapping, folder: str | Path) -> Path:
     workers = run.experiment.recipe.workers
     recording = [RecordOutputs(run.splits.pool, folder, job.epochs, workers)] if job.epochs else []
     choose = _own_cut(run, mine, folder, seed) if job.own_cut and job.plan(run) else None
-    cut = train_like(run.experiment, job.plan(run), model, run.parts(model), data, folder, seed, recording, choose)
+    plan, shared = job.plan(run), job.shared(run)
+    cut = train_like(run.experiment, plan, model, run.parts(model), data, folder, seed, recording, choose, shared)
     said = {"logits": collect(model, run.splits.pool, workers=workers).logits.numpy()}
     if job.queries:
         said["augmented"] = augmented(model, run.splits.pool, job.queries, workers=workers).numpy()

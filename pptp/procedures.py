@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,30 +67,42 @@ def train_like(
     seed: int,
     monitors: Sequence[Monitor] = (),
     choose_cut=None,
+    shared: Path | None = None,
 ) -> str:
     """Train `model` in place from its initial weights as the base was, and then as the retraining `plan` (defense.json) says.
 
     choose_cut: called with the trained base, for a cut of its own; otherwise the plan's. Returns the cut.
+    shared: where the base and the models of its halves are kept, for other retrainings of the same samples.
     """
     initial, base_recipe = snapshot(model), replace(experiment.recipe, seed=seed)
     keep = KeepWeights(folder, plan["rewind"].partition("=")[2] if plan else "")
     if plan is None or plan["cut"] != SCRATCH or plan["rewind"] != "init" or choose_cut:
-        watching = (keep, *monitors) if plan is None else (keep,)
-        train_base(experiment, model, data, base_recipe, watching, folder / "base.pt", "reference")
+        watching = [*([keep] if keep.epochs else []), *(monitors if plan is None else ())]
+        job = partial(train_base, experiment, model, data, base_recipe, watching, folder / "base.pt", "reference")
+        _trained(model, shared and shared / "base.safetensors", job, again=bool(watching))
     if plan is None:
         return ""
     cut = choose_cut(model, initial) if choose_cut else plan["cut"]
     defense = make_defense(plan["defense"], plan["set"])
     recipe = replace(Recipe(**plan["recipe"]), seed=seed)
     if defense.needs_outside:
-        data = replace(data, outside=_own_outside(experiment, model, initial, data, base_recipe, folder))
+        data = replace(data, outside=_own_outside(experiment, model, initial, data, base_recipe, folder, shared))
     start = _start(plan["rewind"], initial, folder)
     retrain(model, start, cut, defense, data, recipe, monitors, parts=parts, checkpoint=folder / "checkpoint.pt")
     return cut
 
 
+def _trained(model: nn.Module, path: Path | None, train: Callable[[], object], again: bool = False) -> None:
+    """Give the model the weights in `path`; where there are none, train it and keep them there."""
+    if path is not None and path.exists() and not again:
+        return models.load_weights(model, models.read_weights(path), str(path))
+    train()
+    if path is not None:
+        models.write_weights(model, path)
+
+
 def _own_outside(
-    experiment: Experiment, model: nn.Module, initial, data: TrainingData, recipe: Recipe, folder: Path
+    experiment: Experiment, model: nn.Module, initial, data: TrainingData, recipe: Recipe, folder: Path, shared
 ) -> Tensor:
     """Outside labels of a reference model's own members, by models of their halves, trained as the base was."""
     rng = np.random.default_rng(recipe.seed)
@@ -102,7 +115,8 @@ def _own_outside(
         half = copy.deepcopy(model)
         half.load_state_dict(initial)
         own = TrainingData(part, data.reference)
-        train_base(experiment, half, own, recipe, (), folder / f"half_{i + 1}.pt", part.name)
+        job = partial(train_base, experiment, half, own, recipe, (), folder / f"half_{i + 1}.pt", part.name)
+        _trained(half, shared and shared / f"half_{i + 1}.safetensors", job)
         trained.append(half)
     return outside_labels(*trained, *parts)
 

@@ -110,6 +110,7 @@ def test_the_key_tells_apart_what_differs_and_not_where_it_is(run, tmp_path):
 def test_a_killed_job_goes_on_to_the_same_outputs(run, tmp_path, monkeypatch):
     job = asdict(Job(str(run), "r", 1))
     whole = train_reference(job, tmp_path / "whole")
+    shutil.rmtree(Job(**job).shared(Run.open(run)))
     real = pptp.training.Checkpoint.write
     calls = []
 
@@ -140,6 +141,21 @@ def test_the_adaptive_attacker_repeats_the_whole_procedure(run, tmp_path):
         plain = load_references(opened, "undefended")
         assert not np.allclose(adaptive["logits"], plain.logits[0], atol=1e-3)
         assert np.array_equal(adaptive["members"], plain.members[0]), "the same half, whatever the procedure"
+
+
+def test_procedures_share_the_undefended_models_behind_them(run, tmp_path, monkeypatch):
+    """A second procedure trains its own part only, and comes to what it would have come to alone."""
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "ensembles")
+    job = asdict(Job(str(copy), "r", 0))
+    with np.load(train_reference(job, tmp_path / "alone")) as found:
+        alone = found["logits"]
+    monkeypatch.setattr("pptp.procedures.train_base", lambda *_: pytest.fail("the base was trained again"))
+    with np.load(train_reference(job, tmp_path / "after")) as found:
+        assert np.array_equal(found["logits"], alone)
+    with np.load(train_reference(asdict(Job(str(copy), "undefended", 0)), tmp_path / "base")) as found:
+        assert np.allclose(found["logits"], load_references(Run.open(run), "undefended").logits[0], atol=1e-4)
 
 
 def test_processes_train_the_same_models(run, tmp_path):
