@@ -2,6 +2,7 @@
 
     python -m benchmarks.claims work --data path/to/tiny-imagenet-40.tar                       # everything, one seed
     python -m benchmarks.claims work --data ... --base resnet18-augmented --seeds 42,43,44     # more seeds of one base
+    python -m benchmarks.claims attack --base resnet18-augmented --seeds 43                    # reference models by the whole procedure, after work
     python -m benchmarks.claims status                                                         # what is there, what is missing
     python -m benchmarks.claims render                                                         # tables and figures from whatever is there
 
@@ -15,12 +16,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from .work import Cell, plan, work
+from .work import Cell, attack, plan, work
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("work", "status", "render"))
+    parser.add_argument("action", choices=("work", "attack", "status", "render"))
     parser.add_argument("--data", help="the images, for work")
     parser.add_argument("--base", action="append", default=[], help="only this base; may be repeated")
     parser.add_argument("--seeds", default="42", help="e.g. 42,43,44 (42)")
@@ -40,6 +41,9 @@ def main() -> None:
     if arguments.action == "work" and not (arguments.data and Path(arguments.data).exists()):
         sys.exit("work needs --data: the folder or .tar of TinyImageNet")
     for cell in cells:
+        if arguments.action == "attack":
+            attack(cell, Path(arguments.runs), log=sys.stderr)
+            continue
         missing = cell.missing(only)
         where = "there" if cell.has_base else "missing"
         print(f"{cell.name}: base {where}, {len(missing)} of {len(cell.retrainings)} retrainings missing", flush=True)

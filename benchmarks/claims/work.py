@@ -8,9 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from pptp.attacking import evaluate_run
+from pptp.attacking import ensemble_run, evaluate_run
 from pptp.commands import localize_run, retrain_run, train_run
 from pptp.config import experiment
+from pptp.localize import distances
 from pptp.results import load_evaluation
 from pptp.runs import UNDEFENDED, Run, read_json, versions, write_json
 
@@ -97,21 +98,42 @@ def keep_risk(cell: Cell, risk: dict) -> None:
 
 def keep_model(cell: Cell, run: Run, name: str) -> None:
     """Attack it, and keep the numbers that tables need."""
-    evaluate_run(str(run.path))
-    found = read_json(run.path / "evaluate" / name / "evaluation.json", "")
     record = read_json(run.folder(name) / ("cost.json" if name == UNDEFENDED else "defense.json"), "")
-    strongest = found["strongest"]
-    scores = load_evaluation(run, name).attacks[strongest["attack"]].turned
-    row = {
-        "train_accuracy": found["train_accuracy"],
-        "test_accuracy": found["test_accuracy"],
-        "strongest": {**strongest, "tpr@0.01": scores.tpr_at(0.01).to_dict()},
-        "attacks": {a: {"auc": f["auc"], "tpr@0.01": f["tpr@0.01"]} for a, f in found["attacks"].items()},
-        "references": found["references"],
-        "cost": record.get("cost", record),
-    }
+    row = {**attacked(run, name), "cost": record.get("cost", record), "from_base": from_base(run, name)}
     if name != UNDEFENDED:
         row |= {key: record[key] for key in ("defense", "set", "cut", "rewind")}
         row["epochs"] = record["recipe"]["epochs"]
         row["result"] = {k: v for k, v in record["result"].items() if isinstance(v, int | float | str)}
     cell.keep(models={**cell.results().get("models", {}), name: row})
+
+
+def attacked(run: Run, name: str) -> dict:
+    """Accuracy, every attack, and the strongest with its rate at 1 % false positives."""
+    evaluate_run(str(run.path))
+    found = read_json(run.path / "evaluate" / name / "evaluation.json", "")
+    strongest = found["strongest"]
+    scores = load_evaluation(run, name).attacks[strongest["attack"]].turned
+    return {
+        "train_accuracy": found["train_accuracy"],
+        "test_accuracy": found["test_accuracy"],
+        "strongest": {**strongest, "tpr@0.01": scores.tpr_at(0.01).to_dict()},
+        "attacks": {a: {"auc": f["auc"], "tpr@0.01": f["tpr@0.01"]} for a, f in found["attacks"].items()},
+        "references": found["references"],
+    }
+
+
+def from_base(run: Run, name: str) -> dict[str, float]:
+    """Mean RMS distance of its features from the undefended model's, stage by stage, over the members; of the half model's, for the base itself."""
+    base, other = run.model(UNDEFENDED), run.model("half" if name == UNDEFENDED else name)
+    found, _ = distances(base, other, run.parts(base), run.splits.members)
+    return {stage: float(metrics["rms"].mean()) for stage, metrics in found.items()}
+
+
+def attack(cell: Cell, runs: Path, log=None) -> None:
+    """Train the reference models that the plan asks for, by the whole procedure of each model, and attack those with them."""
+    wanted = plan()["ensembles"].get(cell.base, {"procedures": []})
+    run = Run.open(runs / cell.name)
+    with contextlib.redirect_stdout(log):
+        for name in wanted["procedures"]:
+            ensemble_run(str(run.path), wanted["models"], name)
+            cell.keep(adaptive={**cell.results().get("adaptive", {}), name: attacked(run, name)})
