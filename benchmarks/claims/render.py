@@ -11,7 +11,7 @@ import numpy as np
 
 from pptp.plots import GREY, INK, MODEL_COLOURS, RISK, SEEN, as_svg, canvas, error_bars
 
-from .verdicts import INTERPOLATES, interpolates, judge_all, leak, shown, turned
+from .verdicts import INTERPOLATES, interpolates, judge_all, leak, shown, spread, turned
 from .work import HERE, RESULTS, plan
 
 PAGE = HERE.parent / "RESULTS.md"
@@ -37,8 +37,10 @@ def render() -> None:
     FIGURES.mkdir(exist_ok=True)
     draw("where", where_figure(first))
     parts = [
-        "Paper against ours (first seed of each base, seed 42):\n\n"
-        + table(["claim", "paper", "ours", "agrees"], [[v.claim, v.paper, v.ours, v.agrees] for v in judge_all(first)]),
+        "Paper against ours (where: the first seed of each base; what it buys: all seeds, mean and standard deviation):\n\n"
+        + table(
+            ["claim", "paper", "ours", "agrees"], [[v.claim, v.paper, v.ours, v.agrees] for v in judge_all(results)]
+        ),
         "![Disparity per stage](claims/figures/where.svg)\n\n" + where_table(first),
     ]
     for base, seeds in results.items():
@@ -47,6 +49,11 @@ def render() -> None:
             parts.append(
                 f"### What retraining {base} buys\n\n![Accuracy against leakage](claims/figures/buys-{base}.svg)\n\n{buys_table(seeds)}"
             )
+        for seed, found in seeds.items():
+            if "adaptive" in found:
+                parts.append(
+                    f"#### {base}, seed {seed}: attacked with reference models of the attacker's own\n\n{adaptive_table(found)}"
+                )
     replace_between("claims", "\n\n".join(parts))
     print(f"wrote {PAGE} from {sum(map(len, results.values()))} result files")
 
@@ -144,11 +151,7 @@ def where_figure(first: Mapping[str, Mapping]) -> str:
 
 def over_seeds(seeds: Mapping[int, Mapping], name: str, of) -> str:
     """Value with its interval for one seed, mean and standard deviation for several."""
-    found = [of(r["models"][name]) for r in seeds.values() if name in r["models"]]
-    if len(found) == 1:
-        return shown(found[0])
-    values = [e["value"] for e in found]
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+    return spread([of(r["models"][name]) for r in seeds.values() if name in r["models"]])
 
 
 def mean_over(seeds: Mapping[int, Mapping], name: str, of) -> float:
@@ -194,6 +197,36 @@ def buys_table(seeds: Mapping[int, Mapping]) -> str:
         "AUC, strongest",
         "its TPR at 1 % FPR",
         "time, of base training",
+    ]
+    return table(header, rows)
+
+
+def adaptive_table(found: Mapping) -> str:
+    """The same models with the half model as the one reference, and with an ensemble that repeats their whole procedure."""
+    rows = []
+    for name, model in found["adaptive"].items():
+        before, strongest = found["models"][name]["strongest"], model["strongest"]
+        named = [shown(turned(model["attacks"][a]["auc"])) if a in model["attacks"] else "" for a in ("lira", "rmia")]
+        rows.append(
+            [
+                name,
+                shown(leak(model)),
+                f"{shown(turned(before['auc']))} {before['attack']}",
+                *named,
+                f"{shown(turned(strongest['auc']))} {strongest['attack']}",
+                shown(strongest["tpr@0.01"]),
+                model["references"],
+            ]
+        )
+    header = [
+        "model",
+        "AUC, confidence",
+        "strongest with the half model",
+        "LiRA",
+        "RMIA",
+        "strongest with the ensemble",
+        "its TPR at 1 % FPR",
+        "reference models",
     ]
     return table(header, rows)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 INTERPOLATES = 0.99  # training accuracy of both models, before anything is said about where they memorise
+HARDLY = 0.03  # a change of test accuracy that the paper calls insignificant (Table 3 spans 0.025)
 
-Results = Mapping[str, Mapping]  # base -> results of its first seed
+Results = Mapping[str, Mapping[int, Mapping]]  # base -> seed -> what work.py kept
+AUGMENTED, PLAIN = "resnet18-augmented", "resnet18-plain"
 
 
 @dataclass(frozen=True)
@@ -18,22 +21,38 @@ class Verdict:
     agrees: str  # yes, no, partly, or why it cannot be said
 
 
-def last_stage(results: Mapping) -> Mapping:
-    """The one before the head."""
-    return results["risk"]["stages"][-2]
+Judge = Callable[[Results], Verdict | None]
 
 
-def interpolates(results: Mapping) -> bool:
-    return all(accuracy["value"] >= INTERPOLATES for accuracy in results["risk"]["train_accuracy"].values())
+def first(results: Results, base: str) -> Mapping:
+    """Of the first seed; {} if the base is not there."""
+    seeds = results.get(base, {})
+    return seeds[min(seeds)] if seeds else {}
 
 
 def shown(e: Mapping) -> str:
     return f"{e['value']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"
 
 
+# --- where, by the first seed of each base ---------------------------------------------------------
+
+
+def last_stage(results: Mapping) -> Mapping:
+    """The one before the head."""
+    return results["risk"]["stages"][-2]
+
+
+def interpolates(results: Mapping) -> bool:
+    return bool(results) and all(a["value"] >= INTERPOLATES for a in results["risk"]["train_accuracy"].values())
+
+
 def first_risky(results: Mapping) -> str:
     """The first stage with a sure disparity; the cut may come earlier, since undecided stages are retrained too."""
     return next(s["name"] for s in results["risk"]["stages"] if s["verdict"] == "risky")
+
+
+def place(results: Mapping) -> int:
+    return [s["name"] for s in results["risk"]["stages"]].index(first_risky(results))
 
 
 def distances(found: Mapping) -> str:
@@ -45,9 +64,25 @@ def effect(found: Mapping) -> tuple[float, float]:
     return max((tuple(d["effect"]) for d in found["distances"].values()), key=lambda e: e[0])
 
 
+def able(results: Results, names: Sequence[str]) -> dict[str, Mapping]:
+    """Those that are there and interpolate."""
+    found = {n: first(results, n) for n in names}
+    return {n: r for n, r in found.items() if interpolates(r)}
+
+
+def behind(results: Results, names: Sequence[str]) -> str:
+    """Those that are there and do not interpolate, with their training accuracies."""
+    found = {n: first(results, n) for n in names}
+    return ", ".join(
+        f"{n} (full {r['risk']['train_accuracy']['full']['value']:.3f}, half {r['risk']['train_accuracy']['half']['value']:.3f})"
+        for n, r in found.items()
+        if r and not interpolates(r)
+    )
+
+
 def _early_stages_safe(results: Results) -> Verdict | None:
-    r = results.get("resnet18-plain")
-    if not r or not interpolates(r):
+    r = first(results, PLAIN)
+    if not interpolates(r):
         return None
     early = {s["name"]: s["verdict"] for s in r["risk"]["stages"][:-2]}
     gaps = {s["name"]: s["by_member_gap"] for s in r["risk"]["stages"][:-2] if s["by_member_gap"] != "safe"}
@@ -59,8 +94,8 @@ def _early_stages_safe(results: Results) -> Verdict | None:
 
 
 def _last_stage_risky(results: Results) -> Verdict | None:
-    r = results.get("resnet18-plain")
-    if not r or not interpolates(r):
+    r = first(results, PLAIN)
+    if not interpolates(r):
         return None
     found = last_stage(r)
     ours = f"{found['verdict']}: {distances(found)}"
@@ -74,71 +109,100 @@ def _last_stage_risky(results: Results) -> Verdict | None:
     return Verdict("ResNet18: disparity starts in stage 4", "Figure 3", ours, agrees)
 
 
-def _same_place(claim: str, paper: str, names: list[str]) -> Callable[[Results], Verdict | None]:
+def _same_place(claim: str, paper: str, names: Sequence[str]) -> Judge:
     """The first stage with a sure disparity is the same for all of these bases."""
 
     def judge(results: Results) -> Verdict | None:
-        there = [n for n in names if n in results]
-        able = [n for n in there if interpolates(results[n])]
+        there = [n for n in names if first(results, n)]
+        found = able(results, names)
         if len(there) < 2:
             return None
-        cuts = {n: first_risky(results[n]) for n in able}
         ours = ", ".join(
-            f"{n} from {cut} on ({distances(last_stage(results[n]))} at the last stage)" for n, cut in cuts.items()
+            f"{n} from {first_risky(r)} on ({distances(last_stage(r))} at the last stage)" for n, r in found.items()
         )
-        if len(able) < len(there):
-            behind = ", ".join(
-                f"{n} (full {results[n]['risk']['train_accuracy']['full']['value']:.3f}, half {results[n]['risk']['train_accuracy']['half']['value']:.3f})"
-                for n in there
-                if n not in able
-            )
-            return Verdict(
-                claim, paper, f"{ours}; not interpolating: {behind}", "cannot be said: a model does not interpolate"
-            )
-        return Verdict(claim, paper, ours, "yes" if len(set(cuts.values())) == 1 else "no")
+        if len(found) < len(there):
+            why = f"{ours}; not interpolating: {behind(results, names)}"
+            return Verdict(claim, paper, why, "cannot be said: a model does not interpolate")
+        return Verdict(claim, paper, ours, "yes" if len({first_risky(r) for r in found.values()}) == 1 else "no")
 
     return judge
 
 
-def _more_channels_more_disparity(results: Results) -> Verdict | None:
-    names = [
-        n
-        for n in ("resnet18-wide256", "resnet18-plain", "resnet18-wide1024")
-        if n in results and interpolates(results[n])
-    ]
-    if len(names) < 2:
+def _ordered_effect(claim: str, paper: str, names: Sequence[str], rises: str, falls: str) -> Judge:
+    """How |AUC - 1/2| at the last stage of the last base lies to that of the first one."""
+
+    def judge(results: Results) -> Verdict | None:
+        found = {n: effect(last_stage(r)) for n, r in able(results, names).items()}
+        if len(found) < 2:
+            return None
+        ours = ", ".join(f"{n} |AUC - 1/2| [{low:.3f}, {high:.3f}]" for n, (low, high) in found.items())
+        start, *_, end = found.values()
+        agrees = rises if end[0] > start[1] else falls if end[1] < start[0] else "cannot be said: intervals overlap"
+        return Verdict(claim, paper, ours, agrees)
+
+    return judge
+
+
+def _deeper_vgg_earlier(results: Results) -> Verdict | None:
+    names = ("vgg11-plain", "vgg19-plain")
+    found = able(results, names)
+    if len(found) < 2:
         return None
-    found = [effect(last_stage(results[n])) for n in names]
-    ours = ", ".join(f"{n} |AUC - 1/2| [{low:.3f}, {high:.3f}]" for n, (low, high) in zip(names, found))
-    rising = found[-1][0] > found[0][1]
-    falling = found[-1][1] < found[0][0]
-    return Verdict(
-        "disparity at stage 4 grows with its channels",
-        "Figure 6",
-        ours,
-        "yes" if rising else "no: it falls" if falling else "cannot be said: intervals overlap",
-    )
+    ours = ", ".join(f"{n} from {first_risky(r)} on" for n, r in found.items())
+    gap = place(found[names[1]]) - place(found[names[0]])
+    agrees = "yes" if gap < 0 else "no: at the same stage" if gap == 0 else "no: later"
+    return Verdict("in VGG19 disparity starts earlier than in VGG11", "Figure 9", ours, agrees)
+
+
+def _token_mixers_early(results: Results) -> Verdict | None:
+    claim, paper = "token mixers: disparity starts in stage 3 of 4", "Figure 11 (Active Token Mixer)"
+    name = "pvt-plain"
+    if not first(results, name):
+        return None
+    if not able(results, [name]):
+        return Verdict(claim, paper, f"not interpolating: {behind(results, [name])}", "cannot be said")
+    r = first(results, name)
+    stages = [s["name"] for s in r["risk"]["stages"]]
+    ours = f"PVT-v2-b1 from {first_risky(r)} on, of {', '.join(stages)}"
+    return Verdict(claim, paper, ours, "yes" if first_risky(r) == "stages.2" else "no")
 
 
 def _stall(results: Results) -> Verdict | None:
-    able = {n: r for n, r in results.items() if interpolates(r)}
-    if not able:
+    found = able(results, list(results))
+    if not found:
         return None
     ours = ", ".join(
-        f"{n}: stalls at {r['risk']['stall'] or 'no stage'}, disparity from {first_risky(r)} on (stricter cut {r['risk']['strict_cut']})"
-        for n, r in able.items()
+        f"{n}: stalls at {r['risk']['stall'] or 'no stage'}, disparity from {first_risky(r)} on"
+        for n, r in found.items()
     )
-    same = [r["risk"]["stall"] == first_risky(r) for r in able.values()]
-    return Verdict(
-        "probe accuracy stalls where disparity starts",
-        "Figures 8 and 9",
-        ours,
-        "yes" if all(same) else f"in {sum(same)} of {len(same)}",
-    )
+    same = [r["risk"]["stall"] == first_risky(r) for r in found.values()]
+    agrees = "yes" if all(same) else f"in {sum(same)} of {len(same)}"
+    return Verdict("probe accuracy stalls where disparity starts", "Figures 8 and 9", ours, agrees)
 
 
-def _models(results: Results) -> Mapping:
-    return results.get("resnet18-augmented", {}).get("models", {})
+def _accuracy_of(claim: str, paper: str, names: Sequence[str], judge_it: Callable[[list[Mapping]], str]) -> Judge:
+    """Test accuracies of the undefended models of these bases, in this order."""
+
+    def judge(results: Results) -> Verdict | None:
+        found = {n: first(results, n)["models"]["undefended"]["test_accuracy"] for n in names if first(results, n)}
+        if len(found) < 2:
+            return None
+        ours = ", ".join(f"{n} {shown(e)}" for n, e in found.items())
+        return Verdict(claim, paper, ours, judge_it(list(found.values())))
+
+    return judge
+
+
+def _grows(e: list[Mapping]) -> str:
+    return "yes" if e[-1]["low"] > e[0]["high"] else "no" if e[-1]["high"] < e[0]["low"] else "cannot be said"
+
+
+def _stays(e: list[Mapping]) -> str:
+    values = [x["value"] for x in e]
+    return "yes" if max(values) - min(values) <= HARDLY else f"no: it changes by {max(values) - min(values):.3f}"
+
+
+# --- what it buys, over all seeds ------------------------------------------------------------------
 
 
 def leak(model: Mapping) -> dict[str, float]:
@@ -152,27 +216,23 @@ def turned(e: Mapping) -> dict[str, float]:
     return {"value": 0.5 + abs(e["value"] - 0.5), "low": 0.5 + low, "high": 0.5 + far[1]}
 
 
-def utility(model: Mapping) -> str:
-    return f"test {shown(model['test_accuracy'])}, confidence AUC {shown(leak(model))}"
+def spread(found: Sequence[Mapping]) -> str:
+    """Value with its interval of one seed, mean and standard deviation of several."""
+    if len(found) == 1:
+        return shown(found[0])
+    values = [e["value"] for e in found]
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
 
 
-def _last_layer_fails(results: Results) -> Verdict | None:
-    """Retraining the head leaks more than retraining the last stage, with the same defense."""
-    models, names = _models(results), ("undefended", "relaxloss-1.5-head", "relaxloss-1.5-layer4")
-    if any(name not in models for name in names):
-        return None
-    ours = "; ".join(f"{name}: {utility(models[name])}" for name in names)
-    head, stage = leak(models[names[1]]), leak(models[names[2]])
-    agrees = (
-        "yes"
-        if head["low"] > stage["high"]
-        else "no"
-        if head["high"] < stage["low"]
-        else "cannot be said: intervals overlap"
-    )
-    return Verdict(
-        "retraining the last layer only does not remove the risk, the last stage does", "Figure 12", ours, agrees
-    )
+def with_models(results: Results, base: str, names: Sequence[str]) -> dict[int, Mapping]:
+    """seed -> models, of the seeds that have all of them."""
+    seeds = {seed: r["models"] for seed, r in results.get(base, {}).items()}
+    return {seed: models for seed, models in seeds.items() if all(name in models for name in names)}
+
+
+def utility(seeds: Mapping[int, Mapping], name: str) -> str:
+    accuracy, leaks = (spread([of(m[name]) for m in seeds.values()]) for of in (lambda m: m["test_accuracy"], leak))
+    return f"{name}: test {accuracy}, confidence AUC {leaks}"
 
 
 def surely_better(mine: Mapping, theirs: Mapping) -> bool:
@@ -182,70 +242,158 @@ def surely_better(mine: Mapping, theirs: Mapping) -> bool:
     return (more_useful and not x["low"] > y["high"]) or (less_leaky and not a["high"] < b["low"])
 
 
-def _rewinding(results: Results) -> Verdict | None:
-    models, names = _models(results), ("relaxloss-1.5-layer4", "relaxloss-1.5-finetune")
-    if any(name not in models for name in names):
-        return None
-    rewound, tuned = (models[name] for name in names)
-    ours = "; ".join(f"{name}: {utility(models[name])}" for name in names)
-    agrees = (
-        "yes"
-        if surely_better(rewound, tuned)
-        else "no"
-        if surely_better(tuned, rewound)
-        else "cannot be said: neither is surely better"
-    )
-    return Verdict("rewinding beats fine-tuning", "section 5.2.1", ours, agrees)
+def leaks_less(mine: Mapping, theirs: Mapping) -> bool:
+    return leak(mine)["high"] < leak(theirs)["low"]
 
 
-def _beats_scratch(defenses: tuple[str, ...], claim: str, paper: str) -> Callable[[Results], Verdict | None]:
-    """Is every from-scratch point of RelaxLoss beaten by a PPTP point, or the other way round?"""
+def in_seeds(wins: Sequence[bool], losses: Sequence[bool]) -> str:
+    """The answers of several seeds in one."""
+    if all(wins):
+        return "yes" if len(wins) == 1 else f"yes, in all {len(wins)} seeds"
+    if all(losses):
+        return "no: the other way round"
+    if not any(wins) and not any(losses):
+        return "cannot be said: neither is surely better"
+    return f"in {sum(wins)} of {len(wins)} seeds" + (f", the other way round in {sum(losses)}" if any(losses) else "")
+
+
+def _beats(claim: str, paper: str, mine: str, theirs: str, base: str = AUGMENTED, by=surely_better) -> Judge:
+    """One model against another of the same base, seed by seed."""
 
     def judge(results: Results) -> Verdict | None:
-        models = _models(results)
-        scratch = {n: m for n, m in models.items() if m.get("defense") == "relaxloss" and m["cut"] == "scratch"}
-        suffix = {
-            n: m
-            for n, m in models.items()
-            if m.get("defense") in defenses and m["cut"] != "scratch" and m["rewind"] == "init"
-        }
-        if not scratch or not suffix:
+        seeds = with_models(results, base, (mine, theirs))
+        if not seeds:
             return None
-        beaten = {b: [a for a in suffix if surely_better(suffix[a], scratch[b])] for b in scratch}
-        beating = {b: [a for a in suffix if surely_better(scratch[b], suffix[a])] for b in scratch}
-        lines = []
-        for b in scratch:
-            lines.append(
-                f"{b}: {utility(scratch[b])}, beaten by {len(beaten[b])} and beating {len(beating[b])} of {len(suffix)}"
-            )
-            best = max(
-                beaten[b], key=lambda a: suffix[a]["test_accuracy"]["value"] - leak(suffix[a])["value"], default=None
-            )
-            lines += [f"best: {best}: {utility(suffix[best])}"] if best else []
-        won = sum(map(bool, beaten.values()))
-        agrees = "yes" if won == len(scratch) else f"for {won} of {len(scratch)} points from scratch"
-        return Verdict(claim, paper, "; ".join(lines), agrees)
+        wins = [by(m[mine], m[theirs]) for m in seeds.values()]
+        losses = [by(m[theirs], m[mine]) for m in seeds.values()]
+        ours = f"{base}: {utility(seeds, mine)}; {utility(seeds, theirs)}"
+        return Verdict(claim, paper, ours, in_seeds(wins, losses))
 
     return judge
 
 
-CLAIMS: list[Callable[[Results], Verdict | None]] = [
+def _beats_scratch(defenses: Sequence[str], claim: str, paper: str, base: str = AUGMENTED) -> Judge:
+    """Is every from-scratch point of RelaxLoss beaten by some PPTP point of the same seed?"""
+
+    def judge(results: Results) -> Verdict | None:
+        lines, answers = [], []
+        for name in sorted({n for r in results.get(base, {}).values() for n, m in r["models"].items() if _rival(m)}):
+            seeds = with_models(results, base, [name])
+            beaten = {seed: _winners(models, models[name], defenses) for seed, models in seeds.items()}
+            every = set.intersection(*map(set, beaten.values()))
+            best = max(every, key=lambda n: _gain(seeds, n), default=None)
+            lines.append(f"{utility(seeds, name)}" + (f" (best against it: {utility(seeds, best)})" if best else ""))
+            answers.append(all(beaten.values()))
+        if not lines:
+            return None
+        agrees = "yes" if all(answers) else f"for {sum(answers)} of {len(answers)} points from scratch"
+        return Verdict(claim, paper, f"{base}: " + "; ".join(lines), agrees)
+
+    return judge
+
+
+def _rival(model: Mapping) -> bool:
+    return model.get("defense") == "relaxloss" and model["cut"] == "scratch"
+
+
+def _winners(models: Mapping, rival: Mapping, defenses: Sequence[str]) -> list[str]:
+    return [
+        name
+        for name, m in models.items()
+        if m.get("defense") in defenses and m["cut"] != "scratch" and m["rewind"] == "init" and surely_better(m, rival)
+    ]
+
+
+def _gain(seeds: Mapping[int, Mapping], name: str) -> float:
+    return statistics.mean(m[name]["test_accuracy"]["value"] - leak(m[name])["value"] for m in seeds.values())
+
+
+def _features_move_more(results: Results) -> Verdict | None:
+    """Mean RMS distance from the undefended model's features, stage by stage: RelaxLoss on all data against cross-entropy on half."""
+    for base in (PLAIN, AUGMENTED):
+        for models in (r["models"] for r in results.get(base, {}).values()):
+            names = [n for n, m in models.items() if _rival(m) and "from_base" in m]
+            if not names or "from_base" not in models["undefended"]:
+                continue
+            half, relaxed = models["undefended"]["from_base"], models[names[0]]["from_base"]
+            more = [stage for stage in half if relaxed[stage] > half[stage]]
+            ours = f"{base}, {names[0]} / half data: " + ", ".join(
+                f"{s} {relaxed[s]:.3f} / {half[s]:.3f}" for s in half
+            )
+            agrees = "yes" if len(more) == len(half) else f"in {len(more)} of {len(half)} stages"
+            return Verdict("RelaxLoss moves features more than halving the data does", "Figure 17", ours, agrees)
+    return None
+
+
+def _cheaper(results: Results) -> Verdict | None:
+    """Time of each defense from the cut on over the same from scratch, as they were run (the cut takes fewer epochs)."""
+    ratios = {}
+    for base in (AUGMENTED, PLAIN):
+        for mine, theirs in SAME_DEFENSE:
+            seeds = with_models(results, base, (mine, theirs))
+            if seeds:
+                shares = [m[mine]["cost"]["seconds"] / m[theirs]["cost"]["seconds"] for m in seeds.values()]
+                ratios[f"{base} {mine} / {theirs}"] = statistics.mean(shares)
+    if not ratios:
+        return None
+    ours = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    claim = "retraining takes less time than training from scratch (less than half the epochs)"
+    return Verdict(claim, "Figure 16, section 5.2.3", ours, "yes" if max(ratios.values()) < 1 else "not in all")
+
+
+SAME_DEFENSE = (
+    ("relaxloss-1-layer3", "relaxloss-1-scratch"),
+    ("relaxloss-2-layer3", "relaxloss-2-scratch"),
+    ("advreg-3-layer4", "advreg-3-scratch"),
+    ("selena-layer4", "selena-scratch"),
+    ("dpsgd-8-layer4", "dpsgd-8-scratch"),
+    ("crossfit-1-layer2", "crossfit-1-scratch"),
+)
+MAPS = (PLAIN, "resnet18-map2", "resnet18-map4")
+CHANNELS = ("resnet18-wide256", PLAIN, "resnet18-wide1024")
+OURS = ("crossfit", "plain")
+
+CLAIMS: list[Judge] = [
     _early_stages_safe,
     _last_stage_risky,
-    _same_place("augmentation does not move it", "Figure 3", ["resnet18-plain", "resnet18-long"]),
-    _same_place("depth does not move it in ResNets", "Figure 10", ["resnet18-plain", "resnet34-plain"]),
-    _same_place("feature-map size does not move it", "Figure 4", ["resnet18-plain", "resnet18-map2"]),
-    _same_place("channels do not move it", "Figure 6", ["resnet18-wide256", "resnet18-plain", "resnet18-wide1024"]),
-    _more_channels_more_disparity,
-    _stall,
-    _last_layer_fails,
-    _rewinding,
-    _beats_scratch(("relaxloss",), "RelaxLoss under PPTP beats RelaxLoss from scratch", "Figures 13 and 14"),
-    _beats_scratch(
-        ("crossfit", "plain"),
-        "PPTP with short retraining or labels from outside beats RelaxLoss from scratch",
-        "ours, not the paper's",
+    _same_place("augmentation does not move it", "Figure 3", (PLAIN, "resnet18-long")),
+    _ordered_effect("augmentation shrinks it", "Figure 3", (PLAIN, "resnet18-long"), rises="no: it grows", falls="yes"),
+    _same_place("depth does not move it in ResNets", "Figure 10", (PLAIN, "resnet34-plain")),
+    _same_place("feature-map size does not move it", "Figure 4", MAPS),
+    _accuracy_of("larger maps at stage 4 raise test accuracy", "Table 1", MAPS, _grows),
+    _same_place("channels do not move it", "Figure 6", CHANNELS),
+    _ordered_effect(
+        "disparity at stage 4 grows with its channels", "Figure 6", CHANNELS, rises="yes", falls="no: it falls"
     ),
+    _accuracy_of("channels at stage 4 hardly change test accuracy", "Table 3", CHANNELS, _stays),
+    _deeper_vgg_earlier,
+    _token_mixers_early,
+    _stall,
+    _features_move_more,
+    _beats(
+        "retraining the last layer only leaks more than retraining the last stage",
+        "Figure 12",
+        "relaxloss-1.5-layer4",
+        "relaxloss-1.5-head",
+        by=leaks_less,
+    ),
+    _beats("rewinding beats fine-tuning", "section 5.2.1", "relaxloss-1.5-layer4", "relaxloss-1.5-finetune"),
+    _beats_scratch(("relaxloss",), "RelaxLoss under PPTP beats RelaxLoss from scratch", "Figures 13 and 14"),
+    _beats_scratch(("relaxloss",), "the same without augmentation", "Figures 13 and 14", PLAIN),
+    *(
+        _beats(f"{shown_as} under PPTP beats it from scratch", paper, f"{name}-layer4", f"{name}-scratch", base)
+        for shown_as, name, paper in (
+            ("AdvReg", "advreg-3", "Figures 13 and 14"),
+            ("SELENA", "selena", "Figure 14: very slightly"),
+            ("DP-SGD", "dpsgd-8", "not in the paper"),
+        )
+        for base in (AUGMENTED, PLAIN)
+    ),
+    _cheaper,
+    _beats_scratch(
+        OURS, "PPTP with short retraining or labels from outside beats RelaxLoss from scratch", "ours, not the paper's"
+    ),
+    _beats_scratch(OURS, "the same without augmentation", "ours, not the paper's", PLAIN),
 ]
 
 
