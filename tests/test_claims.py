@@ -1,0 +1,136 @@
+"""Verdicts on the paper's claims: each word of them follows from the numbers, and nothing is said where numbers do not allow it."""
+
+import pytest
+
+from benchmarks.claims import verdicts
+from benchmarks.claims.render import adaptive_table, buys_table
+from benchmarks.claims.verdicts import in_seeds, judge_all, leak, surely_better, turned
+from benchmarks.claims.work import Cell, plan
+
+
+def estimate(value, width=0.01):
+    return {"value": value, "low": value - width, "high": value + width}
+
+
+def model(accuracy, auc, **more):
+    return {
+        "train_accuracy": estimate(0.9),
+        "test_accuracy": estimate(accuracy),
+        "attacks": {"confidence": {"auc": estimate(auc)}},
+        "strongest": {"attack": "confidence", "auc": estimate(auc), "tpr@0.01": estimate(0.02)},
+        "references": "one",
+        "cost": {"seconds": 10.0},
+        **more,
+    }
+
+
+def stage(name, rms, verdict):
+    auc = estimate(rms)
+    low = 0.0 if auc["low"] <= 0.5 <= auc["high"] else min(abs(auc[k] - 0.5) for k in ("low", "high"))
+    effect = [low, max(abs(auc[k] - 0.5) for k in ("low", "high"))]
+    distances = {metric: {"auc": auc, "effect": effect} for metric in ("rms", "cosine")}
+    return {"name": name, "distances": distances, "verdict": verdict, "by_member_gap": "safe"}
+
+
+def found(where="layer4", train=1.0, models=None, last=0.7):
+    names = ["layer3", "layer4"]
+    stages = [stage(n, last if n >= where else 0.5, "risky" if n >= where else "safe") for n in names]
+    risk = {
+        "stages": [*stages, stage("head", 0.9, "risky")],
+        "train_accuracy": {"full": estimate(1.0), "half": estimate(train)},
+        "stall": "layer4",
+    }
+    return {"risk": risk, "models": {"undefended": model(0.4, 0.9), **(models or {})}}
+
+
+def said(results, start):
+    return next((v.agrees for v in judge_all(results) if v.claim.startswith(start)), None)
+
+
+def test_the_same_place_needs_the_same_stage_and_models_that_interpolate():
+    same = {"resnet18-plain": {42: found()}, "resnet34-plain": {42: found()}}
+    assert said(same, "depth does not move it") == "yes"
+    assert said({**same, "resnet34-plain": {42: found("layer3")}}, "depth does not move it") == "no"
+    assert "does not interpolate" in said({**same, "resnet34-plain": {42: found(train=0.98)}}, "depth does not move")
+    assert said({"resnet18-plain": {42: found()}}, "depth does not move it") is None, "one base says nothing"
+
+
+def test_an_inverted_distance_is_only_part_of_the_claim():
+    assert said({"resnet18-plain": {42: found(last=0.7)}}, "ResNet18: disparity starts") == "yes"
+    assert said({"resnet18-plain": {42: found(last=0.3)}}, "ResNet18: disparity starts").startswith("partly")
+
+
+def test_overlapping_effects_decide_nothing():
+    results = {"resnet18-wide256": {42: found(last=0.6)}, "resnet18-wide1024": {42: found(last=0.61)}}
+    assert "cannot be said" in said(results, "disparity at stage 4 grows")
+    results["resnet18-wide1024"] = {42: found(last=0.7)}
+    assert said(results, "disparity at stage 4 grows") == "yes"
+
+
+@pytest.mark.parametrize(
+    "mine, theirs, better",
+    [
+        ((0.40, 0.60), (0.40, 0.70), True),
+        ((0.45, 0.70), (0.40, 0.70), True),
+        ((0.30, 0.60), (0.40, 0.70), False),  # less leaky, but surely less accurate
+        ((0.40, 0.69), (0.40, 0.70), False),  # not surely
+    ],
+)
+def test_better_is_sure_in_one_and_not_worse_in_the_other(mine, theirs, better):
+    assert surely_better(model(*mine), model(*theirs)) is better
+
+
+def test_an_attack_below_one_half_is_turned_around():
+    assert leak(model(0.4, 0.3))["value"] == pytest.approx(0.7)
+    assert turned(estimate(0.505))["low"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "wins, losses, answer",
+    [
+        ([True], [False], "yes"),
+        ([True, True], [False, False], "yes, in all 2 seeds"),
+        ([False, False], [True, True], "no: the other way round"),
+        ([False, False], [False, False], "cannot be said: neither is surely better"),
+        ([True, False, False], [False, False, True], "in 1 of 3 seeds, the other way round in 1"),
+    ],
+)
+def test_answers_of_several_seeds(wins, losses, answer):
+    assert in_seeds(wins, losses) == answer
+
+
+def test_a_rival_is_beaten_only_if_it_is_in_every_seed():
+    row = {"defense": "relaxloss", "rewind": "init"}
+    rival = model(0.35, 0.65, cut="scratch", **row)
+    good, bad = (model(accuracy, 0.6, cut="layer3", **row) for accuracy in (0.4, 0.3))
+
+    def results(second):
+        rows = [{"relaxloss-2-scratch": rival, "relaxloss-2-layer3": m} for m in (good, second)]
+        return {"resnet18-augmented": {seed: found(models=m) for seed, m in zip((42, 43), rows)}}
+
+    assert said(results(good), "RelaxLoss under PPTP beats") == "yes"
+    assert said(results(bad), "RelaxLoss under PPTP beats") == "for 0 of 1 points from scratch"
+
+
+def test_tables_give_intervals_for_one_seed_and_deviations_for_several():
+    one = {42: found(models={"x": model(0.4, 0.6, epochs=3)})}
+    assert "0.400 [0.390, 0.410]" in buys_table(one)
+    two = {**one, 43: found(models={"x": model(0.42, 0.6, epochs=3)})}
+    assert "0.410 ± 0.014" in buys_table(two)
+    row = adaptive_table({**one[42], "adaptive": {"x": model(0.4, 0.65)}}).splitlines()[-1]
+    assert "0.600 [0.590, 0.610]" in row and "0.650 [0.640, 0.660]" in row
+
+
+def test_the_plan_is_whole():
+    """Every row can be made: its base is there, its defense and settings are, and rivals of verdicts have the names that these ask for."""
+    from pptp.procedures import make_defense
+
+    made = plan()
+    assert set(made["retrainings"]) | set(made["ensembles"]) <= set(made["bases"])
+    for base, rows in made["retrainings"].items():
+        assert Cell(base, 42).retrainings == rows
+        for row in rows.values():
+            make_defense(row["defense"], row.get("set", []))
+    named = set(made["retrainings"]["resnet18-augmented"])
+    assert {name for pair in verdicts.SAME_DEFENSE for name in pair} <= named
+    assert set(made["ensembles"]["resnet18-augmented"]["procedures"]) <= named | {"undefended"}
