@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .localize import RiskReport, StageRisk, localize
     from .measures import Effort, References
     from .models import create
-    from .outside import outside_labels
+    from .outside import Teachers
     from .retrain import Defense, LossDefense, retrain
     from .signals import Known, Needs, Signals, collect, needs
     from .sources import load
@@ -32,7 +32,7 @@ _HOME = {
     "localize": ("RiskReport", "StageRisk", "localize"),
     "measures": ("Effort", "References"),
     "models": ("create",),
-    "outside": ("outside_labels",),
+    "outside": ("Teachers",),
     "retrain": ("Defense", "LossDefense", "retrain"),
     "signals": ("Known", "Needs", "Signals", "collect", "needs"),
     "sources": ("load",),

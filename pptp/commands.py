@@ -20,7 +20,7 @@ from .describe import describe
 from .describe import table as describe_table
 from .errors import UserError
 from .localize import localize
-from .outside import outside_labels
+from .outside import Teachers
 from .plugins import code_of, find, settings_of
 from .procedures import KeepWeights, make_defense, train_base
 from .report import activity, write_report
@@ -243,13 +243,13 @@ def retrain_run(
 
 
 def training_data(run: Run, defenses: Sequence[str]) -> TrainingData:
-    """What defenses are given; where one of them needs it, with labels by models of the two halves, the second of which is trained now if it is not there."""
+    """What defenses are given; where one of them needs them, with models of the two halves as teachers, the second of which is trained now if it is not there."""
     if not any(getattr(find("defenses", name), "needs_outside", False) for name in defenses):
         return run.splits.for_defense()
     if not (run.folder("other") / "last.safetensors").exists():
         _train_one(run, "other", run.splits.h2, Watching())
     s, workers = run.splits, run.experiment.recipe.workers
-    return s.for_defense(outside_labels(run.model("half"), run.model("other"), s.h1, s.h2, workers))
+    return s.for_defense(Teachers(run.model("half"), run.model("other"), s.h1, s.h2, workers))
 
 
 def _checked_name(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
 
@@ -11,11 +13,38 @@ from .signals import collect
 VIEWS = 8  # augmented views that a label is the mean over, besides the image itself
 
 
-def outside_labels(of_h1: nn.Module, of_h2: nn.Module, h1: Part, h2: Part, workers: int = 0) -> Tensor:
-    """(n, classes) probabilities of the members in the order of their ids: those of h2 by the model of h1, and the other way round."""
-    said = [probabilities(model, part, workers) for model, part in ((of_h2, h1), (of_h1, h2))]
-    order = torch.cat([torch.as_tensor(sample_ids(part)) for part in (h1, h2)]).argsort()
-    return torch.cat(said)[order]
+class Teachers:
+    """Models of the two halves of the members; each speaks of the half that it was not trained on."""
+
+    def __init__(self, of_h1: nn.Module, of_h2: nn.Module, h1: Part, h2: Part, workers: int = 0):
+        self.speaking = ((of_h2, h1), (of_h1, h2))
+        self.workers = workers
+        ids = [torch.as_tensor(sample_ids(part)) for part in (h1, h2)]
+        self.half = torch.full((int(torch.cat(ids).max()) + 1,), -1)  # by sample id; -1: not a member
+        for number, mine in enumerate(ids):
+            self.half[mine] = number
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        """(n, classes) of the members in the order of their ids: the mean over the image and eight augmented views of it."""
+        said = torch.cat([probabilities(model, part, self.workers) for model, part in self.speaking])
+        return said[torch.cat([torch.as_tensor(sample_ids(part)) for _, part in self.speaking]).argsort()]
+
+    def halves(self, indices: Tensor) -> Tensor:
+        """(n,): 0 for members in h1, 1 for those in h2."""
+        return self.half.to(indices.device)[indices]
+
+    @torch.no_grad()
+    def say(self, inputs: Tensor, indices: Tensor) -> Tensor:
+        """(n, classes) logits for inputs that were made of the members of these ids, each only of its own half's."""
+        halves, said = self.halves(indices), None
+        for number, (model, _) in enumerate(self.speaking):
+            mine = halves == number
+            if mine.any():
+                spoken = model.to(inputs.device).eval()(inputs[mine])
+                said = spoken.new_zeros(len(inputs), spoken.shape[1]) if said is None else said
+                said[mine] = spoken
+        return said
 
 
 def probabilities(model: nn.Module, part: Part, workers: int = 0) -> Tensor:

@@ -15,7 +15,7 @@ from . import models
 from .config import Experiment, Recipe
 from .data import Part
 from .errors import UserError
-from .outside import outside_labels
+from .outside import Teachers
 from .plugins import build
 from .retrain import Defense, retrain
 from .splits import TrainingData, halves
@@ -103,8 +103,8 @@ def _trained(model: nn.Module, path: Path | None, train: Callable[[], object], a
 
 def _own_outside(
     experiment: Experiment, model: nn.Module, initial, data: TrainingData, recipe: Recipe, folder: Path, shared
-) -> Tensor:
-    """Outside labels of a reference model's own members, by models of their halves, trained as the base was."""
+) -> Teachers:
+    """Teachers of a reference model's own members: models of their halves, trained as the base was."""
     rng = np.random.default_rng(recipe.seed)
     parts = [
         Part(data.members, rows, f"half {i + 1}")
@@ -118,7 +118,7 @@ def _own_outside(
         job = partial(train_base, experiment, half, own, recipe, (), folder / f"half_{i + 1}.pt", part.name)
         _trained(half, shared and shared / f"half_{i + 1}.safetensors", job)
         trained.append(half)
-    return outside_labels(*trained, *parts)
+    return Teachers(*trained, *parts)
 
 
 def _start(rewind: str, initial: Mapping[str, Tensor], folder: Path) -> Mapping[str, Tensor] | None:

@@ -23,7 +23,9 @@ class Defense(ABC):
     Subclasses are frozen dataclasses whose fields are the method's hyper-parameters.
     """
 
-    needs_outside = False  # True: it trains on `data.outside`, what models say of members that they were not trained on
+    needs_outside = (
+        False  # True: it trains on what `data.outside` says: models, of members that they were not trained on
+    )
     mixes_inputs = False  # True: the loss blends images, so activations of a frozen trunk cannot stand in for them
 
     def check(self, classes: int, recipe: Recipe) -> None:
@@ -95,7 +97,7 @@ def retrain(
     defense.check(classes, recipe)
     if defense.needs_outside and data.outside is None:
         raise UserError(
-            f"{type(defense).__name__} needs what models say of members that they were not trained on: give TrainingData(..., outside=...), see pptp.outside_labels"
+            f"{type(defense).__name__} needs what models say of members that they were not trained on: give TrainingData(..., outside=pptp.Teachers(...))"
         )
     if parts is None:
         sample = data.members[0][0]

@@ -7,13 +7,16 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from .data import Part, indexed
 from .errors import UserError
+
+if TYPE_CHECKING:
+    from .outside import Teachers
 
 PARTS = ("members", "reference", "nonmembers", "test")
 
@@ -61,7 +64,7 @@ class Splits:
     def classes(self) -> int:
         return int(self.pool.labels.max()) + 1
 
-    def for_defense(self, outside: Tensor | None = None) -> TrainingData:
+    def for_defense(self, outside: Teachers | None = None) -> TrainingData:
         """What a defense may use: members and reference, over a pool that raises for anything else."""
         forbidden = np.concatenate([self.indices["nonmembers"], self.indices["test"]])
         fenced = Fenced(self.pool, forbidden)
@@ -101,9 +104,7 @@ class TrainingData:
 
     members: Dataset
     reference: Dataset | None = None
-    outside: Tensor | None = field(
-        default=None, repr=False
-    )  # (n, classes): each member's probabilities by a model that did not see it
+    outside: Teachers | None = field(default=None, repr=False)  # models that speak of members they did not see
 
     def __post_init__(self):
         object.__setattr__(self, "members", indexed(self.members))  # once, so that labels are read once

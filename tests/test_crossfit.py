@@ -8,9 +8,9 @@ import torch
 
 import pptp
 from defenses import DEFENSES, CrossFit
-from defenses.crossfit import mixed
+from defenses.crossfit import mixed, partners, softened
 from pptp.cli import main
-from pptp.outside import VIEWS, outside_labels, probabilities
+from pptp.outside import VIEWS, Teachers, probabilities
 from pptp.runs import Run
 
 SMALL = [
@@ -30,9 +30,17 @@ class Says(torch.nn.Module):
         return self.logits.expand(len(x), -1)
 
 
+def teachers(splits, of_h1=0, of_h2=0):
+    return Teachers(Says(of_h1), Says(of_h2), splits.h1, splits.h2)
+
+
 def test_each_half_is_labelled_by_the_model_of_the_other(splits):
-    found = outside_labels(Says(1), Says(2), splits.h1, splits.h2).argmax(1).numpy()
-    assert (found == np.where(np.isin(splits.members.indices, splits.h1.indices), 2, 1)).all()
+    found, ids = teachers(splits, 1, 2), splits.members.indices
+    expected = np.where(np.isin(ids, splits.h1.indices), 2, 1)
+    assert (found.probabilities.argmax(1).numpy() == expected).all()
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    said = found.say(torch.zeros(len(ids), 3, 8, 8), torch.as_tensor(ids)[order])
+    assert (said.argmax(1).numpy() == expected[order]).all()
 
 
 def test_labels_are_means_over_the_image_and_its_views(model, splits):
@@ -45,33 +53,73 @@ def test_labels_are_means_over_the_image_and_its_views(model, splits):
 
 
 def test_mixed_labels_of_known_probabilities():
-    p = torch.tensor([[0.64, 0.36], [0.5, 0.5]])
-    soft = mixed(p, np.array([1, 0]), 1.0, 2.0)
-    assert soft[0].tolist() == pytest.approx([0.8 / 1.4, 0.6 / 1.4])
-    half = mixed(p, np.array([1, 0]), 0.5, 1.0)
-    assert half.tolist() == [pytest.approx([0.32, 0.68]), pytest.approx([0.75, 0.25])]
-    assert mixed(p, np.array([1, 0]), 0.0, 1.0).tolist() == [[0, 1], [1, 0]]
+    p, hot = torch.tensor([[0.64, 0.36], [0.5, 0.5]]), torch.tensor([[0, 1], [1, 0]])
+    assert softened(p.log(), 2.0)[0].tolist() == pytest.approx([0.8 / 1.4, 0.6 / 1.4])
+    assert mixed(p, hot, 0.5).tolist() == [pytest.approx([0.32, 0.68]), pytest.approx([0.75, 0.25])]
+    assert mixed(p, hot, 0.0).tolist() == [[0, 1], [1, 0]]
+
+
+def test_blends_are_made_within_a_half():
+    halves = torch.tensor([0, 1, 1, 0, 1, 0, 0])
+    for _ in range(20):
+        found = partners(halves)
+        assert (halves[found] == halves).all() and sorted(found.tolist()) == list(range(7))
+
+
+def test_a_blend_is_taught_what_its_teacher_says_of_that_blend(splits):
+    """Against the definition, one sample at a time, with a teacher that answers by the pixels it is shown."""
+
+    class Bright(torch.nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(scale))
+
+        def forward(self, x):
+            return self.scale * x.mean((1, 2, 3))[:, None] * torch.arange(4.0)
+
+    taught = Teachers(Bright(2.0), Bright(-3.0), splits.h1, splits.h2)
+    ids = torch.cat([torch.as_tensor(splits.h1.indices[:3]), torch.as_tensor(splits.h2.indices[:3])])
+    x, y = torch.randn(6, 3, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1])
+    student = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4))
+    defense = CrossFit(weight=0.7, temperature=3.0, mix=0.4)
+    torch.manual_seed(5)
+    found = defense.blended(pptp.Step(student, x, y, ids, 0), taught)
+    torch.manual_seed(5)
+    share = float(torch.distributions.Beta(0.4, 0.4).sample())
+    other = partners(torch.tensor([0, 0, 0, 1, 1, 1]))
+    losses = []
+    for i, j in enumerate(other.tolist()):
+        blend = share * x[i] + (1 - share) * x[j]
+        scale = -3.0 if i < 3 else 2.0
+        label = 0.7 * (scale * blend.mean() * torch.arange(4.0) / 3.0).softmax(0)
+        label[y[i]] += 0.3 * share
+        label[y[j]] += 0.3 * (1 - share)
+        losses.append(-(label * student(blend[None])[0].log_softmax(0)).sum())
+    assert found.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
 
 
 def test_without_weight_it_is_plain_training(model, splits, quick):
     initial, plain = pptp.snapshot(model), pptp.create("test_resnet", classes=4, img_size=32, seed=3)
-    data = splits.for_defense(torch.full((len(splits.members), 4), 0.25))
-    pptp.retrain(model, initial, "layer4", CrossFit(weight=0.0), data, quick)
+    pptp.retrain(model, initial, "layer4", CrossFit(weight=0.0), splits.for_defense(teachers(splits)), quick)
     pptp.retrain(plain, initial, "layer4", DEFENSES["plain"](), splits, quick)
     assert torch.allclose(model.fc.weight, plain.fc.weight, atol=1e-5)
 
 
-def test_members_are_taught_what_is_said_outside_and_not_their_labels(model, splits):
-    """With outside labels that are always class 0, members of every class come to look like class 0."""
-    wrong = torch.full((len(splits.members), 4), 0.01)
-    wrong[:, 0] = 0.97
+@pytest.mark.parametrize("mix", [0.0, 1.0])
+def test_members_are_taught_what_is_said_outside_and_not_their_labels(model, splits, mix):
+    """With teachers that always say class 0, members of every class come to look like class 0."""
     recipe = pptp.Recipe(epochs=8, batch_size=20, opt="adamw", lr=3e-3, augment=False)
-    pptp.retrain(model, None, "layer3", CrossFit(temperature=1.0), splits.for_defense(wrong), recipe)
+    defense = CrossFit(temperature=1.0, mix=mix)
+    pptp.retrain(model, None, "layer3", defense, splits.for_defense(teachers(splits)), recipe)
     assert (pptp.collect(model, splits.members).logits.argmax(1) == 0).float().mean() > 0.9
 
 
 def test_bad_settings_and_missing_labels_are_refused(model, splits, quick):
-    for settings, sentence in (({"weight": 2}, "weight is 2"), ({"temperature": 0}, "temperature is 0")):
+    for settings, sentence in (
+        ({"weight": 2}, "weight is 2"),
+        ({"temperature": 0}, "temperature is 0"),
+        ({"mix": -1}, "mix is -1"),
+    ):
         with pytest.raises(pptp.UserError, match=sentence):
             CrossFit(**settings).check(4, quick)
     with pytest.raises(pptp.UserError, match="outside=..."):
