@@ -1,6 +1,7 @@
 """Small real models and made data; nothing here downloads anything."""
 
 import os
+import shutil
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import pptp
+from pptp.cli import main
 from pptp.data import Pool
 
 torch.set_num_threads(1)
@@ -42,3 +44,61 @@ def quick() -> pptp.Recipe:
 @pytest.fixture(autouse=True)
 def _same_random_numbers_every_time():
     torch.manual_seed(0)
+
+
+# --- a small run, for the tests of commands ---
+
+SMALL = [
+    "--model",
+    "test_resnet",
+    "--data",
+    "digits",
+    "--members",
+    "120",
+    "--reference",
+    "40",
+    "--nonmembers",
+    "120",
+    "--test",
+    "80",
+    "--epochs",
+    "12",
+    "-b",
+    "20",
+    "--opt",
+    "adamw",
+    "--lr",
+    "3e-3",
+    "--no-augment",
+    "--pixel-noise",
+    "0.1",
+]
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """One run taken through every command."""
+    path = tmp_path_factory.mktemp("runs") / "a"
+    for command in (
+        ["train", path, *SMALL, "--keep-epochs", "1,3"],
+        ["localize", path, "--delta", "0.2"],
+        ["retrain", path, "--defense", "relaxloss", "--set", "alpha=1.0", "--cut", "layer3", "--epochs", "4"],
+        ["evaluate", path],
+        ["report", path],
+    ):
+        assert main([str(word) for word in command]) == 0
+    return path
+
+
+@pytest.fixture
+def copy_of_run(run, tmp_path):
+    shutil.copytree(run, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def fails(capsys, *words) -> str:
+    """The one sentence that a failing command prints."""
+    assert main([str(word) for word in words]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("pptp: "), lines
+    return lines[-1]

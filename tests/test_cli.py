@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,67 +10,13 @@ import numpy as np
 import pytest
 import timm
 import torch
+from conftest import SMALL, fails
 
 import pptp
 from pptp.cli import main
 from pptp.config import experiment, flat_fields
 from pptp.models import read_weights, weights_digest
 from pptp.runs import Run
-
-SMALL = [
-    "--model",
-    "test_resnet",
-    "--data",
-    "digits",
-    "--members",
-    "120",
-    "--reference",
-    "40",
-    "--nonmembers",
-    "120",
-    "--test",
-    "80",
-    "--epochs",
-    "12",
-    "-b",
-    "20",
-    "--opt",
-    "adamw",
-    "--lr",
-    "3e-3",
-    "--no-augment",
-    "--pixel-noise",
-    "0.1",
-]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """One run taken through every command."""
-    path = tmp_path_factory.mktemp("runs") / "a"
-    for command in (
-        ["train", path, *SMALL, "--keep-epochs", "1,3"],
-        ["localize", path, "--delta", "0.2"],
-        ["retrain", path, "--defense", "relaxloss", "--set", "alpha=1.0", "--cut", "layer3", "--epochs", "4"],
-        ["evaluate", path],
-        ["report", path],
-    ):
-        assert main([str(word) for word in command]) == 0
-    return path
-
-
-@pytest.fixture
-def copy_of_run(run, tmp_path):
-    shutil.copytree(run, tmp_path / "copy")
-    return tmp_path / "copy"
-
-
-def fails(capsys, *words) -> str:
-    """The one sentence that a failing command prints."""
-    assert main([str(word) for word in words]) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert lines[-1].startswith("pptp: "), lines
-    return lines[-1]
 
 
 def test_every_artifact_is_where_it_is_promised(run):
@@ -292,151 +237,6 @@ def test_no_two_settings_share_a_name_and_every_help_text_has_its_setting():
     assert sorted(declared) == sorted(flat_fields()) and set(HELP) <= set(declared)
 
 
-# --- bad input: one sentence, exit 2, nothing lost ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "extra, says",
-    [
-        (["--model", "resnet81"], "timm has no model called 'resnet81': did you mean"),
-        (["--data", "digitz", "--pixel-noise", "0"], "no data called 'digitz'"),
-        (["--members", "5000"], "there are 1797"),
-        (["--members", "11"], "has one member"),
-        (["--opt", "sdg"], "did you mean sgd"),
-        (["--lr", "0"], "lr is 0.0"),
-        (["--keep-epochs", "1,99"], "give epochs between 1 and 12"),
-        (["--model-kwargs", "colour=red"], "colour"),
-        (["--full-checkpoint", "missing.pt"], "give both"),
-        (["--seed", "-1"], "seed is -1"),
-        (["--procedure", "dpsgd"], "dpsgd changes the model"),
-        (["--procedure", "cskdd"], "did you mean cskd"),
-        (["--sam-rho", "-1"], "sam_rho is -1"),
-        (["--img-size", "33", "--model", "test_vit"], "cannot take images of 33 px"),
-        (["--val-split", "val"], "digits has no splits"),
-        (["--splits-file", "missing.npz"], "cannot read sample ids from missing.npz"),
-    ],
-)
-def test_bad_training_input(extra, says, tmp_path, capsys):
-    assert says in fails(capsys, "train", tmp_path / "r", *SMALL, *extra)
-    assert not list((tmp_path).rglob("*.safetensors"))
-
-
-def test_unknown_config_key(tmp_path, capsys):
-    (tmp_path / "c.yaml").write_text("learning_rate: 0.1\n")
-    assert "no setting called 'learning_rate'" in fails(
-        capsys, "train", tmp_path / "r", "--config", tmp_path / "c.yaml"
-    )
-
-
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        (["--defense", "relaxlos"], "no defense called 'relaxlos': did you mean relaxloss"),
-        (["--defense", "relaxloss", "--set", "alpha=2.4"], "ln(classes) = 2.303"),
-        (["--defense", "relaxloss", "--set", "alfa=1"], "no setting 'alfa': it has alpha"),
-        (["--defense", "relaxloss", "--set", "alpha=big"], "must be a number"),
-        (["--defense", "relaxloss", "--set", "alpha"], "write field=value"),
-        (["--defense", "relaxloss", "--cut", "layer9"], "no stage or block called 'layer9'"),
-        (["--defense", "relaxloss", "--rewind", "epoch=2"], "train with --keep-epochs 2"),
-        (["--defense", "relaxloss", "--rewind", "start"], "rewind is 'start'"),
-        (["--defense", "relaxloss", "--epochs", "3"], "make it even"),
-        (["--defense", "relaxloss", "--set", "alpha=0.5", "--cut", "layer3", "--epochs", "4"], "other settings"),
-        (["--defense", "no.module:Thing"], "cannot load 'no.module:Thing'"),
-        (
-            ["--defense", "mixup", "--defense", "ccl", "--set", "hamp.gamma=1"],
-            "is for 'hamp', which is not among mixup, ccl",
-        ),
-        (["--defense", "mixup", "--defense", "ccl", "--name", "x"], "name goes with one defense"),
-    ],
-)
-def test_bad_retraining_input(words, says, copy_of_run, capsys):
-    before = sorted(copy_of_run.rglob("*"))
-    assert says in fails(capsys, "retrain", copy_of_run, *words)
-    assert sorted(copy_of_run.rglob("*")) == before
-
-
-def test_missing_predecessor_is_answered_with_its_command(tmp_path, capsys):
-    assert f'run "pptp train {tmp_path}' in fails(capsys, "localize", tmp_path)
-    assert main(["train", str(tmp_path / "r"), *SMALL, "--epochs", "1"]) == 0
-    assert f'run "pptp localize {tmp_path / "r"}" first' in fails(
-        capsys, "retrain", tmp_path / "r", "--defense", "plain"
-    )
-
-
-def test_run_of_another_configuration_is_refused(copy_of_run, capsys):
-    assert "lr was 0.003, now 0.5" in fails(capsys, "train", copy_of_run, *SMALL, "--keep-epochs", "1,3", "--lr", "0.5")
-
-
-def test_impossible_folder_gets_a_sentence(tmp_path, capsys):
-    (tmp_path / "file").write_text("x")
-    assert "Not a directory" in fails(capsys, "train", tmp_path / "file" / "run", *SMALL)
-
-
-def test_no_probe_samples_are_refused(copy_of_run, capsys):
-    assert "probe_samples is 0" in fails(capsys, "localize", copy_of_run, "--probe-samples", "0")
-
-
-def test_folder_with_other_files_is_not_touched(tmp_path, capsys):
-    (tmp_path / "thesis.txt").write_text("dear")
-    assert "not a run of pptp" in fails(capsys, "train", tmp_path, *SMALL)
-    assert "not a run of pptp" in fails(capsys, "train", tmp_path, *SMALL, "--fresh")
-    assert (tmp_path / "thesis.txt").read_text() == "dear"
-
-
-def test_models_with_different_initial_weights_are_refused(copy_of_run, capsys):
-    other = pptp.create("test_resnet", 10, 32, seed=99)
-    from pptp.models import write_weights
-
-    write_weights(other, copy_of_run / "half/init.safetensors")
-    (copy_of_run / "risk.json").unlink()
-    assert "do not start from the same initial weights" in fails(capsys, "localize", copy_of_run)
-
-
-def test_truncated_weights_are_refused(copy_of_run, capsys):
-    path = copy_of_run / "full/last.safetensors"
-    path.write_bytes(path.read_bytes()[:5000])
-    (copy_of_run / "risk.json").unlink()
-    assert "damaged" in fails(capsys, "localize", copy_of_run)
-
-
-def test_changed_data_is_refused(copy_of_run, capsys):
-    record = json.loads((copy_of_run / "run.json").read_text())
-    record["data"] = "0" * 16
-    (copy_of_run / "run.json").write_text(json.dumps(record))
-    assert "is not what" in fails(capsys, "evaluate", copy_of_run, "--fresh")
-
-
-def test_full_disk_keeps_what_is_there(copy_of_run):
-    """A real limit on what a process may write, so that the writers fail in their own way."""
-    words = ["retrain", str(copy_of_run), "--defense", "plain", "--cut", "head", "--epochs", "2"]
-    code = "import resource, sys; from pptp.cli import main; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-    assert done.returncode == 2 and "the disk is full" in done.stderr.splitlines()[-1], done.stderr
-    assert not list(copy_of_run.rglob("*.tmp")) and not (copy_of_run / "retrain/plain-head/last.safetensors").exists()
-    assert main(words) == 0
-    assert (copy_of_run / "retrain/plain-head/last.safetensors").exists()
-
-
-@pytest.mark.parametrize("words", [
-    ["train", *SMALL, "--model", "resnet81", "--fresh"],
-    ["retrain", "--defense", "relaxloss", "--set", "alpha=99", "--cut", "layer3", "--fresh"],
-    ["retrain", "--defense", "relaxloss", "--cut", "layer3", "--epochs", "3", "--fresh"],
-])  # fmt: skip
-def test_fresh_deletes_nothing_before_the_new_settings_are_accepted(words, copy_of_run, capsys):
-    before = sorted(copy_of_run.rglob("*"))
-    fails(capsys, words[0], copy_of_run, *words[1:])
-    assert sorted(copy_of_run.rglob("*")) == before
-
-
-@pytest.mark.parametrize("name", ["undefended", "half", ".", "../..", "a/b", "-x"])
-def test_name_cannot_reach_other_folders(name, copy_of_run, capsys):
-    before = {p: p.stat().st_mtime_ns for p in copy_of_run.rglob("*")}
-    assert "name is" in fails(
-        capsys, "retrain", copy_of_run, "--defense", "plain", "--cut", "head", f"--name={name}", "--fresh"
-    )
-    assert before == {p: p.stat().st_mtime_ns for p in copy_of_run.rglob("*")}
-
-
 def test_report_does_not_show_an_evaluation_of_other_weights(copy_of_run):
     words = [
         "retrain",
@@ -465,36 +265,6 @@ def test_edited_attack_is_run_again(copy_of_run, tmp_path):
         (tmp_path / "mine.py").write_text(f"def score(known, query):\n    return {sign}query.logits.amax(1).double()\n")
         shown.append(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
     assert shown[0] != shown[1]
-
-
-MISTAKES = {
-    "NoDataclass": ("class NoDataclass(pptp.Defense):\n    def train(self, *a, **k): return {}", "is not a dataclass"),
-    "Function": ("def Function(): pass", "is not a defense"),
-    "Broken": ("def Broken(:", "cannot load"),
-    "Cheat": (
-        "@dataclass(frozen=True)\nclass Cheat(pptp.Defense):\n    def train(self, m, data, *a, **k): return len(data.test)",
-        "a defense asked for 'test'",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_in_own_defenses_get_a_sentence(name, copy_of_run, tmp_path, capsys, monkeypatch):
-    code, says = MISTAKES[name]
-    (tmp_path / f"own_{name}.py").write_text(f"from dataclasses import dataclass\nimport pptp\n{code}\n")
-    monkeypatch.chdir(tmp_path)
-    assert says in fails(
-        capsys,
-        "retrain",
-        copy_of_run,
-        "--defense",
-        f"own_{name}:{name}",
-        "--cut",
-        "head",
-        "--epochs",
-        "2",
-        "--no-control",
-    )
 
 
 def test_defense_that_returns_nothing_is_kept(copy_of_run, tmp_path, monkeypatch):
