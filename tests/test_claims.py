@@ -53,6 +53,8 @@ def test_the_same_place_needs_the_same_stage_and_models_that_interpolate():
     assert said({**same, "resnet34-plain": {42: found("layer3")}}, "depth does not move it") == "no"
     assert "does not interpolate" in said({**same, "resnet34-plain": {42: found(train=0.98)}}, "depth does not move")
     assert said({"resnet18-plain": {42: found()}}, "depth does not move it") is None, "one base says nothing"
+    seeds = {42: found("layer3", train=0.9), 43: found()}
+    assert said({**same, "resnet34-plain": seeds}, "depth does not move it") == "yes", "by the seed that can tell"
 
 
 def test_an_inverted_distance_is_only_part_of_the_claim():

@@ -11,7 +11,7 @@ import numpy as np
 
 from pptp.plots import GREY, INK, MODEL_COLOURS, RISK, SEEN, as_svg, canvas, error_bars
 
-from .verdicts import INTERPOLATES, interpolates, judge_all, leak, shown, spread, turned
+from .verdicts import INTERPOLATES, first, interpolates, judge_all, leak, shown, spread, turned
 from .work import HERE, RESULTS, plan
 
 PAGE = HERE.parent / "RESULTS.md"
@@ -33,15 +33,15 @@ def load() -> dict[str, dict[int, dict]]:
 
 def render() -> None:
     results = load()
-    first = {base: seeds[min(seeds)] for base, seeds in results.items()}
+    one = {base: first(results, base) for base in results}
     FIGURES.mkdir(exist_ok=True)
-    draw("where", where_figure(first))
+    draw("where", where_figure(one))
     parts = [
-        "Paper against ours (where: the first seed of each base; what it buys: all seeds, mean and standard deviation):\n\n"
+        "Paper against ours (where: the first seed of each base whose two models interpolate; what it buys: all seeds, mean and standard deviation):\n\n"
         + table(
             ["claim", "paper", "ours", "agrees"], [[v.claim, v.paper, v.ours, v.agrees] for v in judge_all(results)]
         ),
-        "![Disparity per stage](claims/figures/where.svg)\n\n" + where_table(first),
+        "![Disparity per stage](claims/figures/where.svg)\n\n" + where_table(one),
     ]
     for base, seeds in results.items():
         if any(len(found["models"]) > 1 for found in seeds.values()):
@@ -78,9 +78,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # --- where ---------------------------------------------------------------------------------------
 
 
-def where_table(first: Mapping[str, Mapping]) -> str:
+def where_table(one: Mapping[str, Mapping]) -> str:
     rows = []
-    for base, found in first.items():
+    for base, found in one.items():
         accuracy = found["risk"]["train_accuracy"]
         power = f"{accuracy['full']['value']:.3f} / {accuracy['half']['value']:.3f}" + (
             "" if interpolates(found) else " (does not interpolate)"
@@ -90,7 +90,7 @@ def where_table(first: Mapping[str, Mapping]) -> str:
             probe, gap = (shown(s[k]) if s.get(k) else "" for k in ("probe", "member_gap"))
             rows.append(
                 [
-                    base if not i else "",
+                    f"{base}, seed {found['settings']['seed']}" if not i else "",
                     power if not i else "",
                     s["name"],
                     rms,
@@ -115,13 +115,13 @@ def where_table(first: Mapping[str, Mapping]) -> str:
     return table(header, rows)
 
 
-def where_figure(first: Mapping[str, Mapping]) -> str:
-    columns = min(3, len(first))
-    rows = -(-len(first) // columns)
+def where_figure(one: Mapping[str, Mapping]) -> str:
+    columns = min(3, len(one))
+    rows = -(-len(one) // columns)
     figure, axes = canvas(3.4 * columns, 2.4 * rows, rows, columns, sharey=True)
-    for axis in axes.flat[len(first) :]:
+    for axis in axes.flat[len(one) :]:
         axis.set_visible(False)
-    for axis, (base, found) in zip(axes.flat, first.items()):
+    for axis, (base, found) in zip(axes.flat, one.items()):
         stages = found["risk"]["stages"]
         at = np.arange(len(stages))
         for metric, colour, shift in (("rms", SEEN, -0.1), ("cosine", RISK, 0.1)):
