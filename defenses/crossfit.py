@@ -33,7 +33,7 @@ class CrossFit(Defense):
     mix: float = 0.0  # 0: members as they are, and labels that are computed once
 
     @property
-    def mixes_inputs(self):
+    def needs_images(self):
         return self.mix > 0
 
     def check(self, classes, recipe):

@@ -13,7 +13,7 @@ from pptp.retrain import LossDefense
 class Mixup(LossDefense):
     """Train on blends of two images and of their losses, with weight lambda ~ Beta(alpha, alpha)."""
 
-    mixes_inputs = True
+    needs_images = True
     alpha: float = 1.0
 
     def check(self, classes, recipe):

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 from pptp.data import Part, indexed, sample_ids
 from pptp.errors import UserError
 from pptp.models import atomically
+from pptp.outside import probabilities
 from pptp.retrain import Defense
-from pptp.signals import collect
 from pptp.training import Step, fit
 
 
@@ -25,13 +25,19 @@ class Selena(Defense):
     """Teach the model what sub-models say of samples they were not trained on.
 
     Split-AI: each sample is left out of `l` of `k` sub-models, and its teacher label is the mean prediction of
-    those, on the un-augmented image. The student minimises the soft cross-entropy to it, with no hard label.
+    those, on the un-augmented image (and, beyond the paper, on `views` augmented ones). The student minimises the
+    soft cross-entropy to it, with no hard label.
     """
 
     k: int = 25
     l: int = 10  # noqa: E741, the paper's name
+    views: int = 0  # augmented views of the image that a teacher label is the mean over, besides itself
     clip_grad: float = 1.0  # largest gradient norm of the student
     processes: int = 1  # sub-models trained at once
+
+    @property
+    def needs_images(self):
+        return self.views > 0
 
     def check(self, classes, recipe):
         if not 1 <= self.l < self.k:
@@ -42,6 +48,8 @@ class Selena(Defense):
             raise UserError(f"selena clip_grad is {self.clip_grad}: it must be above 0")
         if self.processes < 1:
             raise UserError(f"selena processes is {self.processes}: it must be at least 1")
+        if self.views < 0:
+            raise UserError(f"selena views is {self.views}: it must be 0, for the image alone, or above")
 
     def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
         members = indexed(data.members)
@@ -80,6 +88,7 @@ class Selena(Defense):
                 np.flatnonzero(~left_out[:, k]),
                 replace(recipe, seed=recipe.seed + 1000 * (k + 1)),
                 k,
+                self.views,
                 folder,
             )
             for k in range(self.k)
@@ -97,7 +106,7 @@ class Selena(Defense):
 
 
 def _sub_model(
-    model: nn.Module, members: Dataset, rows: np.ndarray, recipe, k: int, folder: Path | None
+    model: nn.Module, members: Dataset, rows: np.ndarray, recipe, k: int, views: int, folder: Path | None
 ) -> tuple[Tensor, float]:
     """Train sub-model k on `rows` of the members: its probabilities on all of them, (n, classes), and the seconds it took."""
     saved = folder / f"said_{k}.pt" if folder else None
@@ -106,7 +115,7 @@ def _sub_model(
     started = time.perf_counter()
     checkpoint = folder / f"sub_{k}.pt" if folder else None
     fit(model, Part(members, rows, f"sub-model {k}"), recipe, checkpoint=checkpoint, title=f"selena sub-model {k + 1}")
-    said = collect(model, members).logits.softmax(1), time.perf_counter() - started
+    said = probabilities(model, members, views), time.perf_counter() - started
     if saved:
         atomically(saved, lambda temporary: torch.save(said, temporary))
         checkpoint.unlink(missing_ok=True)

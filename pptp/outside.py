@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from .data import Part, View, sample_ids
 from .signals import collect
@@ -27,7 +28,7 @@ class Teachers:
     @cached_property
     def probabilities(self) -> Tensor:
         """(n, classes) of the members in the order of their ids: the mean over the image and eight augmented views of it."""
-        said = torch.cat([probabilities(model, part, self.workers) for model, part in self.speaking])
+        said = torch.cat([probabilities(model, part, workers=self.workers) for model, part in self.speaking])
         return said[torch.cat([torch.as_tensor(sample_ids(part)) for _, part in self.speaking]).argsort()]
 
     def halves(self, indices: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ class Teachers:
         return said
 
 
-def probabilities(model: nn.Module, part: Part, workers: int = 0) -> Tensor:
-    """(n, classes), the mean over the image and eight augmented views of it."""
-    views = [part, *(View(part, number) for number in range(1, VIEWS + 1))]
-    return torch.stack([collect(model, view, workers=workers).logits.softmax(1) for view in views]).mean(0)
+def probabilities(model: nn.Module, data: Dataset, views: int = VIEWS, workers: int = 0) -> Tensor:
+    """(n, classes), the mean over the image and augmented views of it."""
+    seen = [data, *(View(data, number) for number in range(1, views + 1))]
+    return torch.stack([collect(model, view, workers=workers).logits.softmax(1) for view in seen]).mean(0)

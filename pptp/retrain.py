@@ -26,7 +26,7 @@ class Defense(ABC):
     needs_outside = (
         False  # True: it trains on what `data.outside` says: models, of members that they were not trained on
     )
-    mixes_inputs = False  # True: the loss blends images, so activations of a frozen trunk cannot stand in for them
+    needs_images = False  # True: it changes images itself, so activations of a frozen trunk cannot stand in for them
 
     def check(self, classes: int, recipe: Recipe) -> None:
         """Refuse hyper-parameters that cannot work, before any training."""
@@ -129,8 +129,8 @@ def _from_cache(model, parts, cut: str, defense: Defense, data: TrainingData, re
     """(model, data, what was cached, recipe) to train with: the suffix on the trunk's outputs where that is possible."""
     if cut == SCRATCH:
         return model, data, "nothing is frozen", recipe
-    if defense.mixes_inputs:
-        return model, data, f"{type(defense).__name__} blends images", recipe
+    if defense.needs_images:
+        return model, data, f"{type(defense).__name__} changes images itself", recipe
     if recipe.compile != "no":
         return model, data, "torch.compile cannot trace the cut", recipe
     model.to(device(recipe))

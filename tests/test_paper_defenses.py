@@ -29,11 +29,13 @@ from defenses.cskd import Partners, distillation
 from defenses.hamp import soft_labels
 from defenses.mist import Dealt, average, cross_difference
 from defenses.selena import Lookup, _mean_over, leave_out, soft_cross_entropy
+from pptp.data import View
+from pptp.outside import probabilities
 from pptp.training import sharpness_aware
 
 BAD = [
     ("advreg", {"alpha": 0}, "alpha is 0"), ("advreg", {"k": 0}, "k is 0"), ("advreg", {"warmup": 2}, "warmup is 2"),
-    ("selena", {"k": 3, "l": 3}, "1 <= l < k"), ("selena", {"clip_grad": 0}, "clip_grad is 0"), ("selena", {"processes": 0}, "processes is 0"),
+    ("selena", {"k": 3, "l": 3}, "1 <= l < k"), ("selena", {"clip_grad": 0}, "clip_grad is 0"), ("selena", {"processes": 0}, "processes is 0"), ("selena", {"views": -1}, "views is -1"),
     ("mist", {"k": 1}, "k is 1"), ("mist", {"lam": 0}, "lam is 0"),
     ("dpsgd", {"epsilon": 0}, "epsilon is 0"), ("dpsgd", {"delta": 1.0}, "delta is 1.0"), ("dpsgd", {"max_grad_norm": 0}, "max_grad_norm is 0"),
     ("dpsgd", {"accountant": "gdp"}, "rdp or prv"), ("dpsgd", {"trunk_data": "mine"}, "same, disjoint, public"),
@@ -155,9 +157,20 @@ def test_selena_keeps_finished_sub_models_and_says_how_sure_they_are(
     assert sorted(p.name for p in (tmp_path / "c.selena").iterdir()) == ["said_0.pt", "said_1.pt", "said_2.pt"]
     assert "no teacher is a true non-member" in capsys.readouterr().out
     assert 0 <= first["out_confidence"] <= 1 and 0 <= first["in_confidence"] <= 1
-    monkeypatch.setattr("defenses.selena.collect", None)  # a sub-model trained again would need it
+    monkeypatch.setattr("defenses.selena.probabilities", None)  # a sub-model trained again would need it
     again = pptp.retrain(start, None, "layer4", Selena(k=3, l=1), splits, quick, checkpoint=tmp_path / "c.pt")
     assert again["in_confidence"] == first["in_confidence"]
+
+
+def test_selena_asks_about_views_of_the_image_and_then_needs_images(model, splits, quick, tmp_path):
+    """The cached activations of a trunk cannot be cropped; what a sub-model said is a mean over the image and its views."""
+    result = pptp.retrain(model, None, "head", Selena(k=2, l=1, views=2), splits, quick, checkpoint=tmp_path / "c.pt")
+    assert result["cache"] == "Selena changes images itself"
+    assert pptp.retrain(model, None, "head", Selena(k=2, l=1), splits, quick)["cache"] != result["cache"]
+    said, _ = torch.load(tmp_path / "c.selena/said_0.pt", weights_only=True)
+    assert said.shape == (len(splits.members), 4) and torch.allclose(said.sum(1), torch.ones(len(said)), atol=1e-5)
+    each = [probabilities(model, view, 0) for view in (splits.h1, View(splits.h1, 1), View(splits.h1, 2))]
+    assert torch.allclose(probabilities(model, splits.h1, 2), sum(each) / 3, atol=1e-6)
 
 
 def test_selena_in_two_processes_is_selena_in_one(model, splits, quick):
