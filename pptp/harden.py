@@ -61,7 +61,8 @@ def why_these(risk: dict) -> str:
 
 
 def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> list[Setting]:
-    """A few settings for every cut, from hardly any defense to a strong one.
+    """A few settings for every cut, from hardly any defense to a strong one; SELENA from the first cut only, since its sub-models
+    share what lies before it, and that must know no member.
 
     All short: on a good trunk a suffix learns in few epochs what is general, and in many what is not (benchmarks/RESULTS.md).
     """
@@ -71,17 +72,18 @@ def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> 
         wanted = max(share * trained.epochs, least_steps / steps_an_epoch)
         return max(2, round(min(wanted, trained.epochs) / 2) * 2)  # even, as RelaxLoss asks
 
-    shorter, short = epochs(1 / 15, 200), epochs(1 / 10, 300)
+    shorter, short, longer = epochs(1 / 15, 200), epochs(1 / 10, 300), epochs(1 / 6, 500)
     steps = [
         ("plain", (), shorter),
         ("crossfit", ("weight=0.5",), short),
         ("crossfit", ("weight=1.0",), short),
         ("relaxloss", (f"alpha={0.5 * math.log(classes):.3g}",), short),
     ]
+    best = ("selena", ("k=6", "l=2", "views=8"), longer)
     return [
         Setting(defense, settings, cut, "init", replace(trained, epochs=count, warmup_epochs=0))
         for cut in cuts
-        for defense, settings, count in steps
+        for defense, settings, count in [*steps, *([best] if cut == cuts[0] else [])]
     ]
 
 

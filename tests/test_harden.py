@@ -34,9 +34,10 @@ def test_cuts_around_what_localisation_says(cut, strict, tried):
 
 def test_the_ladder_is_short_but_not_too_short_and_relaxloss_gets_even_epochs():
     long = ladder(["layer4"], Recipe(epochs=60, batch_size=32), 20, 2500)
-    assert {s.defense: s.recipe.epochs for s in long} == {"plain": 4, "crossfit": 6, "relaxloss": 6}
+    assert {s.defense: s.recipe.epochs for s in long} == {"plain": 4, "crossfit": 6, "relaxloss": 6, "selena": 10}
     few = ladder(["layer3", "layer4"], Recipe(epochs=20, batch_size=32), 10, 300)
-    assert all(s.recipe.epochs == 20 for s in few) and len(few) == 8  # 300 steps would be more than the whole training
+    assert all(s.recipe.epochs == 20 for s in few)  # 300 steps would be more than the whole training
+    assert [s.cut for s in few if s.defense == "selena"] == ["layer3"] and len(few) == 9
 
 
 def point(weight, leak, accuracy, reported=None, epochs=6):
@@ -81,7 +82,7 @@ def test_the_whole_command(tmp_path, capsys):
     said = capsys.readouterr().out
     assert code == 0 and "Chosen:" in said and "reached" in said
     kept = json.loads((path / "harden.json").read_text())
-    assert sum(p["chosen"] for p in kept["points"]) == 1 and len(kept["points"]) == 12
+    assert sum(p["chosen"] for p in kept["points"]) == 1 and len(kept["points"]) == 13
     assert Run.open(path).trained_names() == ["undefended", "hardened"] and (path / "report.html").exists()
     assert main(["harden", "test_resnet", "digits", "--run", str(path), "--target-auc", "0.99", *flags]) == 0  # resumes
 
