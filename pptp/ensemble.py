@@ -317,7 +317,7 @@ def references_for(run: Run, name: str) -> References:
 
 def half_as_reference(run: Run) -> References:
     """M_h1, for which h1 is IN: attacks use it for the samples that it was not trained on, and leave out h1."""
-    said = collect(run.model("half"), run.splits.pool, workers=run.experiment.recipe.workers).logits
+    said = run.half_logits
     members = torch.from_numpy(np.isin(np.arange(len(run.splits.pool)), run.splits.h1.indices))
     source = "one reference model, the half model of localisation, on the samples that it was not trained on"
     return References(np.arange(len(said)), said[None], members[None], None, source)

@@ -38,6 +38,7 @@ from .errors import UserError
 from .norms import swap_as_told
 from .plugins import build
 from .retrain import Defense, replay_adapt
+from .signals import collect
 from .stages import SCRATCH, Stage, stages
 from .training import device, make_optimizer
 
@@ -180,6 +181,11 @@ class Run:
             drawn = canaries.draw(may_be_member, p.canaries, e.recipe.seed)
             return canaries.split_around(pool, drawn, p, e.recipe.seed, may_be_member)
         return splits.split(pool, p.members, p.reference, p.nonmembers, p.test, e.recipe.seed, may_be_member)
+
+    @cached_property
+    def half_logits(self) -> Tensor:
+        """(pool, classes): what the half model says of every sample; asked once, since every model's attacks want it."""
+        return collect(self.model("half"), self.splits.pool, workers=self.experiment.recipe.workers).logits
 
     def attacked(self) -> tuple[Part, Part]:
         """The members and non-members that attacks are asked about: canaries, odd on purpose, are not among them."""

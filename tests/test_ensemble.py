@@ -208,6 +208,16 @@ def test_without_an_ensemble_the_half_model_serves_where_it_is_out(run, tmp_path
     assert found.logits.shape[0] == 1 and set(np.flatnonzero(found.members[0])) == set(opened.splits.h1.indices)
 
 
+def test_the_half_model_is_asked_once_for_all_models(run, tmp_path, monkeypatch):
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "ensembles")
+    asked, real = [], pptp.runs.collect
+    monkeypatch.setattr("pptp.runs.collect", lambda *a, **k: asked.append(1) or real(*a, **k))
+    assert main(["evaluate", str(copy)]) == 0
+    assert len(Run.open(copy).trained_names()) > 1 and len(asked) == 1
+
+
 def test_an_ensemble_of_another_retraining_is_not_used(run, tmp_path):
     copy = tmp_path / "r"
     shutil.copytree(run, copy)
