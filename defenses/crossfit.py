@@ -1,11 +1,12 @@
 """Cross-fitted labels: SELENA's idea (Tang et al., USENIX Security 2022, arXiv 2110.08324) with the halves of localisation as teachers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pptp.data import sample_ids
 from pptp.errors import UserError
 from pptp.outside import Teachers
 from pptp.retrain import Defense
@@ -19,11 +20,11 @@ class CrossFit(Defense):
     """Teach every sample what a model that was not trained on it says of it.
 
     The members were halved for localisation; the model of each half labels the other. Under PPTP these teachers have trunks of their own,
-    unlike SELENA's sub-models, so their labels hold nothing of the sample. Label: weight * t + (1 - weight) * one-hot, t the outside
+    unlike SELENA's sub-models: unless their initial weights had seen the sample, their labels know nothing of it. Label: weight * t + (1 - weight) * one-hot, t the outside
     probabilities to the power 1/temperature, normalised. Soft cross-entropy to it.
 
     With `mix` the student sees blends of two members of one half instead, with weight lambda ~ Beta(mix, mix), and its teacher is asked
-    about that very blend (Beyer et al., CVPR 2022, arXiv 2106.05237): there are too many of them to be learned by heart.
+    about that very blend (after Beyer et al., CVPR 2022, arXiv 2106.05237).
     """
 
     needs_outside = True
@@ -45,28 +46,37 @@ class CrossFit(Defense):
             raise UserError(f"crossfit mix is {self.mix}: it must be 0, for no blending, or above")
 
     def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
-        teachers = data.outside
-        loss = (lambda step: self.blended(step, teachers)) if self.mix else self.fixed(data)
+        loss = Blends(self, data.outside) if self.mix else self.fixed(data)
         history = fit(
-            model, data.members, recipe, loss=loss, monitors=monitors, checkpoint=checkpoint, title="crossfit"
+            model, data.members, recipe, loss=loss.loss, monitors=monitors, checkpoint=checkpoint, title="crossfit"
         )
-        right = float((teachers.probabilities.argmax(1).numpy() == data.members.labels).mean())
+        said = data.outside.probabilities(torch.as_tensor(sample_ids(data.members)))
+        right = float((said.argmax(1).numpy() == data.members.labels).mean())
         return {"active": 1.0 if self.weight or self.mix else 0.0, "outside_accuracy": right, **history.summary()}
 
-    def fixed(self, data):
-        """Labels by sample id."""
-        soft = softened(data.outside.probabilities.clamp(min=1e-12).log(), self.temperature)
+    def fixed(self, data) -> Lookup:
+        """Labels that are computed once."""
+        said = data.outside.probabilities(torch.as_tensor(sample_ids(data.members)))
+        soft = softened(said.clamp(min=1e-12).log(), self.temperature)
         hot = F.one_hot(torch.as_tensor(data.members.labels), soft.shape[1])
-        return Lookup(data.members, mixed(soft, hot, self.weight)).loss
+        return Lookup(data.members, mixed(soft, hot, self.weight), repr(self))
 
-    def blended(self, step: Step, teachers: Teachers) -> Tensor:
-        """The loss of one batch of blends."""
-        share = float(torch.distributions.Beta(self.mix, self.mix).sample())
-        other = partners(teachers.halves(step.indices))
+
+@dataclass
+class Blends:
+    """The loss of batches of blends, each labelled as its teacher sees it."""
+
+    defense: CrossFit
+    teachers: Teachers = field(repr=False)
+
+    def loss(self, step: Step) -> Tensor:
+        share = float(torch.distributions.Beta(self.defense.mix, self.defense.mix).sample())
+        other = partners(self.teachers.halves(step.indices))
         x = share * step.inputs + (1 - share) * step.inputs[other]
-        soft = softened(teachers.say(x, step.indices), self.temperature)
+        soft = softened(self.teachers.say(x, step.indices), self.defense.temperature)
         hot = F.one_hot(step.targets, soft.shape[1]).to(soft)
-        return soft_cross_entropy(step.model(x), mixed(soft, share * hot + (1 - share) * hot[other], self.weight))
+        label = mixed(soft, share * hot + (1 - share) * hot[other], self.defense.weight)
+        return soft_cross_entropy(step.model(x), label)
 
 
 def softened(logits: Tensor, temperature: float) -> Tensor:

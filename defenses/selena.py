@@ -4,7 +4,7 @@ import copy
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +64,7 @@ class Selena(Defense):
             f"{confidence['out_confidence']:.3f} on samples they did not"
             + ("; they share a trunk that saw every sample, so no teacher is a true non-member" if shared else "")
         )
-        labels = Lookup(members, teacher)
+        labels = Lookup(members, teacher, f"selena k={self.k} l={self.l} views={self.views}")
         history = fit(
             model,
             members,
@@ -110,16 +110,19 @@ def _sub_model(
 ) -> tuple[Tensor, float]:
     """Train sub-model k on `rows` of the members: its probabilities on all of them, (n, classes), and the seconds it took."""
     saved = folder / f"said_{k}.pt" if folder else None
+    asked = {"rows": torch.as_tensor(rows), "views": views}
     if saved and saved.exists():
-        return torch.load(saved, weights_only=True)
+        there = torch.load(saved, weights_only=True)
+        if there["views"] == views and torch.equal(there["rows"], asked["rows"]):  # else of another split
+            return there["said"], there["seconds"]
     started = time.perf_counter()
     checkpoint = folder / f"sub_{k}.pt" if folder else None
     fit(model, Part(members, rows, f"sub-model {k}"), recipe, checkpoint=checkpoint, title=f"selena sub-model {k + 1}")
-    said = probabilities(model, members, views), time.perf_counter() - started
+    said, seconds = probabilities(model, members, views), time.perf_counter() - started
     if saved:
-        atomically(saved, lambda temporary: torch.save(said, temporary))
+        atomically(saved, lambda temporary: torch.save({**asked, "said": said, "seconds": seconds}, temporary))
         checkpoint.unlink(missing_ok=True)
-    return said
+    return said, seconds
 
 
 def leave_out(samples: int, k: int, l: int, seed: int) -> np.ndarray:  # noqa: E741
@@ -139,14 +142,18 @@ def _in_out_confidence(said: Tensor, left_out: np.ndarray, labels: np.ndarray) -
     return {"in_confidence": float(true[~out].mean()), "out_confidence": float(true[out].mean())}
 
 
+@dataclass
 class Lookup:
     """Teacher labels by sample id."""
 
-    def __init__(self, members: Dataset, teacher: Tensor):
-        ids = sample_ids(members)
+    members: Dataset = field(repr=False)
+    teacher: Tensor = field(repr=False)  # (n, classes), in the order of the members
+    made_by: str = ""  # a checkpoint is continued only with labels that were made in the same way
+
+    def __post_init__(self):
+        ids = sample_ids(self.members)
         self.row = torch.full((int(ids.max()) + 1,), -1)
         self.row[torch.as_tensor(ids)] = torch.arange(len(ids))
-        self.teacher = teacher
 
     def loss(self, step: Step) -> Tensor:
         teacher = self.teacher[self.row[step.indices.cpu()]].to(step.logits)

@@ -16,6 +16,7 @@ import torch
 from . import models
 from .cache import Policy, TrunkCache
 from .config import Experiment, Recipe
+from .data import Part
 from .describe import describe
 from .describe import table as describe_table
 from .errors import UserError
@@ -248,8 +249,10 @@ def training_data(run: Run, defenses: Sequence[str]) -> TrainingData:
         return run.splits.for_defense()
     if not (run.folder("other") / "last.safetensors").exists():
         _train_one(run, "other", run.splits.h2, Watching())
-    s, workers = run.splits, run.experiment.recipe.workers
-    return s.for_defense(Teachers(run.model("half"), run.model("other"), s.h1, s.h2, workers))
+    data, s = run.splits.for_defense(), run.splits
+    halves = [Part(data.members.pool, part.indices, part.name) for part in (s.h1, s.h2)]  # behind the same fence
+    teachers = Teachers(run.model("half"), run.model("other"), *halves, workers=run.experiment.recipe.workers)
+    return replace(data, outside=teachers)
 
 
 def _checked_name(name: str) -> str:

@@ -56,9 +56,14 @@ class Indexed(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """(n,): of a torch `Subset` the ids in its data set, positions otherwise."""
+        return np.asarray(getattr(self.dataset, "indices", np.arange(len(self.dataset))), dtype=np.int64)
+
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
         x, y = self.dataset[index][:2]
-        return (self.transform(x) if self.transform else x), int(y), int(index)
+        return (self.transform(x) if self.transform else x), int(y), int(self.ids[index])
 
 
 class Part(Dataset):
@@ -164,8 +169,9 @@ def sample_ids(dataset: Dataset) -> np.ndarray:
     """The ids of a part (of a part) in its pool, of a torch `Subset` in its data set; positions otherwise. (n,)"""
     if isinstance(dataset, Part) and isinstance(getattr(dataset, "pool", None), Part):
         return sample_ids(dataset.pool)[dataset.indices]
-    inner = dataset.dataset if isinstance(dataset, Indexed) and hasattr(dataset.dataset, "indices") else dataset
-    return np.asarray(getattr(inner, "indices", np.arange(len(dataset))), dtype=np.int64)
+    if isinstance(dataset, Indexed):
+        return dataset.ids
+    return np.asarray(getattr(dataset, "indices", np.arange(len(dataset))), dtype=np.int64)
 
 
 def batches(dataset: Dataset, like: nn.Module, batch_size: int, workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -129,8 +130,8 @@ def train_reference(config: Mapping, folder: str | Path) -> Path:
     data = TrainingData(Part(run.splits.pool, mine, f"reference {job.index}"), run.splits.reference)
     workers = run.experiment.recipe.workers
     recording = [RecordOutputs(run.splits.pool, folder, job.epochs, workers)] if job.epochs else []
-    choose = _own_cut(run, mine, folder, seed) if job.own_cut and job.plan(run) else None
     plan, shared = job.plan(run), job.shared(run)
+    choose = _own_cut(run, mine, folder, seed) if job.own_cut and plan else None
     cut = train_like(run.experiment, plan, model, run.parts(model), data, folder, seed, recording, choose, shared)
     said = {"logits": collect(model, run.splits.pool, workers=workers).logits.numpy()}
     if job.queries:
@@ -140,6 +141,7 @@ def train_reference(config: Mapping, folder: str | Path) -> Path:
     write_npz(target, {**said, "members": members})
     for left in (*folder.glob("*.pt"), *folder.glob("*.safetensors")):
         left.unlink()
+    shutil.rmtree(folder / "checkpoint.selena", ignore_errors=True)
     return target
 
 

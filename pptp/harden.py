@@ -61,8 +61,8 @@ def why_these(risk: dict) -> str:
 
 
 def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> list[Setting]:
-    """A few settings for every cut, from hardly any defense to a strong one; SELENA from the first cut only, since its sub-models
-    share what lies before it, and that must know no member.
+    """A few settings for every cut, from hardly any defense to a strong one; SELENA from the first cut only: its sub-models share
+    what lies before the cut, and the less of that there is, the less it can know of a sample that they were not trained on.
 
     All short: on a good trunk a suffix learns in few epochs what is general, and in many what is not (benchmarks/RESULTS.md).
     """
@@ -79,11 +79,11 @@ def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> 
         ("crossfit", ("weight=1.0",), short),
         ("relaxloss", (f"alpha={0.5 * math.log(classes):.3g}",), short),
     ]
-    best = ("selena", ("k=6", "l=2", "views=8"), longer)
+    many = ("selena", ("k=6", "l=2", "views=8"), longer)
     return [
         Setting(defense, settings, cut, "init", replace(trained, epochs=count, warmup_epochs=0))
         for cut in cuts
-        for defense, settings, count in [*steps, *([best] if cut == cuts[0] else [])]
+        for defense, settings, count in [*steps, *([many] if cut == cuts[0] else [])]
     ]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from .data import Part, View, sample_ids
+from .errors import UserError
 from .signals import collect
 
 VIEWS = 8  # augmented views that a label is the mean over, besides the image itself
@@ -26,19 +27,31 @@ class Teachers:
             self.half[mine] = number
 
     @cached_property
-    def probabilities(self) -> Tensor:
-        """(n, classes) of the members in the order of their ids: the mean over the image and eight augmented views of it."""
-        said = torch.cat([probabilities(model, part, workers=self.workers) for model, part in self.speaking])
-        return said[torch.cat([torch.as_tensor(sample_ids(part)) for _, part in self.speaking]).argsort()]
+    def _said(self) -> Tensor:
+        """(ids, classes): what is said of every member, by sample id."""
+        found = [probabilities(model, part, workers=self.workers) for model, part in self.speaking]
+        by_id = torch.full((len(self.half), found[0].shape[1]), float("nan"))
+        for said, (_, part) in zip(found, self.speaking):
+            by_id[torch.as_tensor(sample_ids(part))] = said
+        return by_id
 
-    def halves(self, indices: Tensor) -> Tensor:
+    def probabilities(self, ids: Tensor) -> Tensor:
+        """(n, classes) of the members of these ids: the mean over the image and eight augmented views of it."""
+        self.halves(ids)
+        return self._said[ids]
+
+    def halves(self, ids: Tensor) -> Tensor:
         """(n,): 0 for members in h1, 1 for those in h2."""
-        return self.half.to(indices.device)[indices]
+        known = (ids >= 0) & (ids < len(self.half))
+        found = torch.where(known, self.half.to(ids.device)[ids.clamp(0, len(self.half) - 1)], -1)
+        if (found < 0).any():
+            raise UserError(f"sample {int(ids[found < 0][0])} is in neither half: teachers speak of their members only")
+        return found
 
     @torch.no_grad()
-    def say(self, inputs: Tensor, indices: Tensor) -> Tensor:
+    def say(self, inputs: Tensor, ids: Tensor) -> Tensor:
         """(n, classes) logits for inputs that were made of the members of these ids, each only of its own half's."""
-        halves, said = self.halves(indices), None
+        halves, said = self.halves(ids), None
         for number, (model, _) in enumerate(self.speaking):
             mine = halves == number
             if mine.any():

@@ -20,7 +20,7 @@ from .plugins import build
 from .retrain import Defense, retrain
 from .splits import TrainingData, halves
 from .stages import SCRATCH, Stage, snapshot
-from .training import Monitor, fit
+from .training import Monitor, device, fit
 
 
 class KeepWeights(Monitor):
@@ -79,7 +79,7 @@ def train_like(
     if plan is None or plan["cut"] != SCRATCH or plan["rewind"] != "init" or choose_cut:
         watching = [*([keep] if keep.epochs else []), *(monitors if plan is None else ())]
         job = partial(train_base, experiment, model, data, base_recipe, watching, folder / "base.pt", "reference")
-        _trained(model, shared and shared / "base.safetensors", job, again=bool(watching))
+        _trained(model, shared and shared / "base.safetensors", base_recipe, job, again=bool(watching))
     if plan is None:
         return ""
     cut = choose_cut(model, initial) if choose_cut else plan["cut"]
@@ -92,10 +92,12 @@ def train_like(
     return cut
 
 
-def _trained(model: nn.Module, path: Path | None, train: Callable[[], object], again: bool = False) -> None:
-    """Give the model the weights in `path`; where there are none, train it and keep them there."""
+def _trained(model: nn.Module, path: Path | None, recipe: Recipe, train: Callable[[], object], again=False) -> None:
+    """Give the model the weights in `path`; where there are none, or `again`, train it and keep them there."""
     if path is not None and path.exists() and not again:
-        return models.load_weights(model, models.read_weights(path), str(path))
+        models.load_weights(model, models.read_weights(path), str(path))
+        model.to(device(recipe)).eval()  # where training would have left it
+        return
     train()
     if path is not None:
         models.write_weights(model, path)
@@ -116,7 +118,7 @@ def _own_outside(
         half.load_state_dict(initial)
         own = TrainingData(part, data.reference)
         job = partial(train_base, experiment, half, own, recipe, (), folder / f"half_{i + 1}.pt", part.name)
-        _trained(half, shared and shared / f"half_{i + 1}.safetensors", job)
+        _trained(half, shared and shared / f"half_{i + 1}.safetensors", recipe, job)
         trained.append(half)
     return Teachers(*trained, *parts)
 

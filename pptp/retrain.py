@@ -23,9 +23,7 @@ class Defense(ABC):
     Subclasses are frozen dataclasses whose fields are the method's hyper-parameters.
     """
 
-    needs_outside = (
-        False  # True: it trains on what `data.outside` says: models, of members that they were not trained on
-    )
+    needs_outside = False  # True: it asks `data.outside`, models that speak of members they were not trained on
     needs_images = False  # True: it changes images itself, so activations of a frozen trunk cannot stand in for them
 
     def check(self, classes: int, recipe: Recipe) -> None:

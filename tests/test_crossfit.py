@@ -8,7 +8,7 @@ import torch
 
 import pptp
 from defenses import DEFENSES, CrossFit
-from defenses.crossfit import mixed, partners, softened
+from defenses.crossfit import Blends, mixed, partners, softened
 from pptp.cli import main
 from pptp.outside import VIEWS, Teachers, probabilities
 from pptp.runs import Run
@@ -37,10 +37,12 @@ def teachers(splits, of_h1=0, of_h2=0):
 def test_each_half_is_labelled_by_the_model_of_the_other(splits):
     found, ids = teachers(splits, 1, 2), splits.members.indices
     expected = np.where(np.isin(ids, splits.h1.indices), 2, 1)
-    assert (found.probabilities.argmax(1).numpy() == expected).all()
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
-    said = found.say(torch.zeros(len(ids), 3, 8, 8), torch.as_tensor(ids)[order])
-    assert (said.argmax(1).numpy() == expected[order]).all()
+    asked = torch.as_tensor(ids)[order]
+    assert (found.probabilities(asked).argmax(1).numpy() == expected[order]).all()
+    assert (found.say(torch.zeros(len(ids), 3, 8, 8), asked).argmax(1).numpy() == expected[order]).all()
+    with pytest.raises(pptp.UserError, match="in neither half"):
+        found.say(torch.zeros(1, 3, 8, 8), torch.as_tensor(splits.test.indices[:1]))
 
 
 def test_labels_are_means_over_the_image_and_its_views(model, splits):
@@ -83,7 +85,7 @@ def test_a_blend_is_taught_what_its_teacher_says_of_that_blend(splits):
     student = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4))
     defense = CrossFit(weight=0.7, temperature=3.0, mix=0.4)
     torch.manual_seed(5)
-    found = defense.blended(pptp.Step(student, x, y, ids, 0), taught)
+    found = Blends(defense, taught).loss(pptp.Step(student, x, y, ids, 0))
     torch.manual_seed(5)
     share = float(torch.distributions.Beta(0.4, 0.4).sample())
     other = partners(torch.tensor([0, 0, 0, 1, 1, 1]))
@@ -112,6 +114,21 @@ def test_members_are_taught_what_is_said_outside_and_not_their_labels(model, spl
     defense = CrossFit(temperature=1.0, mix=mix)
     pptp.retrain(model, None, "layer3", defense, splits.for_defense(teachers(splits)), recipe)
     assert (pptp.collect(model, splits.members).logits.argmax(1) == 0).float().mean() > 0.9
+
+
+def test_subsets_of_your_own_data_are_labelled_by_their_ids(pool):
+    """Members in any order, as torch Subsets: every sample of a batch meets what was said of it."""
+    from torch.utils.data import Subset
+
+    images = [(pool[i][0], pool[i][1]) for i in range(40)]
+    order = np.random.default_rng(0).permutation(40)
+    members, h1, h2 = (Subset(images, ids) for ids in (order[:20], sorted(order[:10]), sorted(order[10:20])))
+    taught = Teachers(Says(1), Says(2), h1, h2)
+    data = pptp.TrainingData(members, outside=taught)
+    labels = CrossFit(temperature=1.0).fixed(data)
+    for x, y, i in (data.members[k] for k in range(20)):
+        assert torch.equal(x, images[i][0]) and y == images[i][1]
+        assert labels.teacher[labels.row[i]].argmax() == (2 if i in order[:10] else 1)
 
 
 def test_bad_settings_and_missing_labels_are_refused(model, splits, quick):
