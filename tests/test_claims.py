@@ -5,7 +5,7 @@ import pytest
 from benchmarks.claims import verdicts
 from benchmarks.claims.render import adaptive_table, buys_table
 from benchmarks.claims.verdicts import in_seeds, judge_all, leak, surely_better, turned
-from benchmarks.claims.work import Cell, plan
+from benchmarks.claims.work import plan
 
 
 def estimate(value, width=0.01):
@@ -55,6 +55,14 @@ def test_the_same_place_needs_the_same_stage_and_models_that_interpolate():
     assert said({"resnet18-plain": {42: found()}}, "depth does not move it") is None, "one base says nothing"
     seeds = {42: found("layer3", train=0.9), 43: found()}
     assert said({**same, "resnet34-plain": seeds}, "depth does not move it") == "yes", "by the seed that can tell"
+
+
+def test_where_an_earlier_stage_is_undecided_nothing_is_said():
+    doubtful = found()
+    doubtful["risk"]["stages"][0]["verdict"] = "undecided"
+    results = {"resnet18-plain": {42: found()}, "resnet34-plain": {42: doubtful}}
+    assert said(results, "depth does not move it") == "cannot be said: undecided at layer3 of resnet34-plain"
+    assert said({"resnet18-plain": {42: doubtful}}, "ResNet18: disparity starts").startswith("cannot be said")
 
 
 def test_an_inverted_distance_is_only_part_of_the_claim():
@@ -112,6 +120,8 @@ def test_a_rival_is_beaten_only_if_it_is_in_every_seed():
 
     assert said(results(good), "RelaxLoss under PPTP beats") == "yes"
     assert said(results(bad), "RelaxLoss under PPTP beats") == "for 0 of 1 points from scratch"
+    alone = {"resnet18-augmented": {42: found(models={"relaxloss-2-scratch": rival})}}
+    assert said(alone, "RelaxLoss under PPTP beats") is None, "nothing to compare with yet"
 
 
 def test_tables_give_intervals_for_one_seed_and_deviations_for_several():
@@ -130,9 +140,13 @@ def test_the_plan_is_whole():
     made = plan()
     assert set(made["retrainings"]) | set(made["ensembles"]) <= set(made["bases"])
     for base, rows in made["retrainings"].items():
-        assert Cell(base, 42).retrainings == rows
         for row in rows.values():
             make_defense(row["defense"], row.get("set", []))
+        pairs = [p for p in [*verdicts.SAME_DEFENSE, *(d[2:] for d in verdicts.DEFENSES)] if set(p) <= set(rows)]
+        for mine, theirs in ((rows[a], rows[b]) for a, b in pairs):
+            assert (mine["defense"], mine.get("set")) == (theirs["defense"], theirs.get("set"))
+        assert pairs or base == "resnet18-cskd"
     named = set(made["retrainings"]["resnet18-augmented"])
     assert {name for pair in verdicts.SAME_DEFENSE for name in pair} <= named
+    assert {"relaxloss-1.5-layer4", "relaxloss-1.5-head", "relaxloss-1.5-finetune"} <= named
     assert set(made["ensembles"]["resnet18-augmented"]["procedures"]) <= named | {"undefended"}

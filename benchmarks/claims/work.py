@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,6 +99,8 @@ def keep_risk(cell: Cell, risk: dict) -> None:
 
 def keep_model(cell: Cell, run: Run, name: str) -> None:
     """Attack it, and keep the numbers that tables need."""
+    if (run.path / "ensembles").exists():
+        sys.exit(f"{run.path} has reference models: rows are made before them, or with that ensembles folder elsewhere")
     record = read_json(run.folder(name) / ("cost.json" if name == UNDEFENDED else "defense.json"), "")
     row = {**attacked(run, name), "cost": record.get("cost", record), "from_base": from_base(run, name)}
     if name != UNDEFENDED:
@@ -131,7 +134,9 @@ def from_base(run: Run, name: str) -> dict[str, float]:
 
 def attack(cell: Cell, runs: Path, log=None) -> None:
     """Train the reference models that the plan asks for, by the whole procedure of each model, and attack those with them."""
-    wanted = plan()["ensembles"].get(cell.base, {"procedures": []})
+    wanted = plan()["ensembles"].get(cell.base)
+    if not wanted:
+        return
     run = Run.open(runs / cell.name)
     with contextlib.redirect_stdout(log):
         for name in wanted["procedures"]:
