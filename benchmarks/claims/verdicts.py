@@ -49,7 +49,9 @@ def interpolates(results: Mapping) -> bool:
 def start(results: Mapping) -> tuple[str, list[str]]:
     """The first stage with a sure disparity, and the undecided ones before it, in any of which it may have started."""
     stages = [(s["name"], s["verdict"]) for s in results["risk"]["stages"]]
-    at = next(i for i, (_, verdict) in enumerate(stages) if verdict == "risky")  # the head, at the latest
+    at = next(
+        (i for i, (_, verdict) in enumerate(stages) if verdict == "risky"), len(stages) - 1
+    )  # the head at the latest
     return stages[at][0], [name for name, verdict in stages[:at] if verdict == "undecided"]
 
 
