@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
 import pptp
 from defenses import DEFENSES, CrossFit
-from defenses.crossfit import Blends, mixed, partners, softened
+from defenses.crossfit import mixed
+from defenses.selena import Lookup
 from pptp.cli import main
 from pptp.outside import VIEWS, Teachers, probabilities
 from pptp.runs import Run
@@ -36,13 +38,11 @@ def teachers(splits, of_h1=0, of_h2=0):
 
 def test_each_half_is_labelled_by_the_model_of_the_other(splits):
     found, ids = teachers(splits, 1, 2), splits.members.indices
-    expected = np.where(np.isin(ids, splits.h1.indices), 2, 1)
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
-    asked = torch.as_tensor(ids)[order]
-    assert (found.probabilities(asked).argmax(1).numpy() == expected[order]).all()
-    assert (found.say(torch.zeros(len(ids), 3, 8, 8), asked).argmax(1).numpy() == expected[order]).all()
+    order = np.random.default_rng(0).permutation(ids)
+    said = found.probabilities(pptp.data.Part(splits.pool, order, "in any order")).argmax(1).numpy()
+    assert (said == np.where(np.isin(order, splits.h1.indices), 2, 1)).all()
     with pytest.raises(pptp.UserError, match="in neither half"):
-        found.say(torch.zeros(1, 3, 8, 8), torch.as_tensor(splits.test.indices[:1]))
+        found.probabilities(splits.test)
 
 
 def test_labels_are_means_over_the_image_and_its_views(model, splits):
@@ -55,49 +55,12 @@ def test_labels_are_means_over_the_image_and_its_views(model, splits):
 
 
 def test_mixed_labels_of_known_probabilities():
-    p, hot = torch.tensor([[0.64, 0.36], [0.5, 0.5]]), torch.tensor([[0, 1], [1, 0]])
-    assert softened(p.log(), 2.0)[0].tolist() == pytest.approx([0.8 / 1.4, 0.6 / 1.4])
-    assert mixed(p, hot, 0.5).tolist() == [pytest.approx([0.32, 0.68]), pytest.approx([0.75, 0.25])]
-    assert mixed(p, hot, 0.0).tolist() == [[0, 1], [1, 0]]
-
-
-def test_blends_are_made_within_a_half():
-    halves = torch.tensor([0, 1, 1, 0, 1, 0, 0])
-    for _ in range(20):
-        found = partners(halves)
-        assert (halves[found] == halves).all() and sorted(found.tolist()) == list(range(7))
-
-
-def test_a_blend_is_taught_what_its_teacher_says_of_that_blend(splits):
-    """Against the definition, one sample at a time, with a teacher that answers by the pixels it is shown."""
-
-    class Bright(torch.nn.Module):
-        def __init__(self, scale):
-            super().__init__()
-            self.scale = torch.nn.Parameter(torch.tensor(scale))
-
-        def forward(self, x):
-            return self.scale * x.mean((1, 2, 3))[:, None] * torch.arange(4.0)
-
-    taught = Teachers(Bright(2.0), Bright(-3.0), splits.h1, splits.h2)
-    ids = torch.cat([torch.as_tensor(splits.h1.indices[:3]), torch.as_tensor(splits.h2.indices[:3])])
-    x, y = torch.randn(6, 3, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1])
-    student = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4))
-    defense = CrossFit(weight=0.7, temperature=3.0, mix=0.4)
-    torch.manual_seed(5)
-    found = Blends(defense, taught).loss(pptp.Step(student, x, y, ids, 0))
-    torch.manual_seed(5)
-    share = float(torch.distributions.Beta(0.4, 0.4).sample())
-    other = partners(torch.tensor([0, 0, 0, 1, 1, 1]))
-    losses = []
-    for i, j in enumerate(other.tolist()):
-        blend = share * x[i] + (1 - share) * x[j]
-        scale = -3.0 if i < 3 else 2.0
-        label = 0.7 * (scale * blend.mean() * torch.arange(4.0) / 3.0).softmax(0)
-        label[y[i]] += 0.3 * share
-        label[y[j]] += 0.3 * (1 - share)
-        losses.append(-(label * student(blend[None])[0].log_softmax(0)).sum())
-    assert found.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    p = torch.tensor([[0.64, 0.36], [0.5, 0.5]])
+    soft = mixed(p, np.array([1, 0]), 1.0, 2.0)
+    assert soft[0].tolist() == pytest.approx([0.8 / 1.4, 0.6 / 1.4])
+    half = mixed(p, np.array([1, 0]), 0.5, 1.0)
+    assert half.tolist() == [pytest.approx([0.32, 0.68]), pytest.approx([0.75, 0.25])]
+    assert mixed(p, np.array([1, 0]), 0.0, 1.0).tolist() == [[0, 1], [1, 0]]
 
 
 def test_without_weight_it_is_plain_training(model, splits, quick):
@@ -107,25 +70,21 @@ def test_without_weight_it_is_plain_training(model, splits, quick):
     assert torch.allclose(model.fc.weight, plain.fc.weight, atol=1e-5)
 
 
-@pytest.mark.parametrize("mix", [0.0, 1.0])
-def test_members_are_taught_what_is_said_outside_and_not_their_labels(model, splits, mix):
+def test_members_are_taught_what_is_said_outside_and_not_their_labels(model, splits):
     """With teachers that always say class 0, members of every class come to look like class 0."""
     recipe = pptp.Recipe(epochs=8, batch_size=20, opt="adamw", lr=3e-3, augment=False)
-    defense = CrossFit(temperature=1.0, mix=mix)
-    pptp.retrain(model, None, "layer3", defense, splits.for_defense(teachers(splits)), recipe)
+    data = splits.for_defense(teachers(splits))
+    pptp.retrain(model, None, "layer3", CrossFit(temperature=1.0), data, recipe)
     assert (pptp.collect(model, splits.members).logits.argmax(1) == 0).float().mean() > 0.9
 
 
 def test_subsets_of_your_own_data_are_labelled_by_their_ids(pool):
     """Members in any order, as torch Subsets: every sample of a batch meets what was said of it."""
-    from torch.utils.data import Subset
-
     images = [(pool[i][0], pool[i][1]) for i in range(40)]
     order = np.random.default_rng(0).permutation(40)
     members, h1, h2 = (Subset(images, ids) for ids in (order[:20], sorted(order[:10]), sorted(order[10:20])))
-    taught = Teachers(Says(1), Says(2), h1, h2)
-    data = pptp.TrainingData(members, outside=taught)
-    labels = CrossFit(temperature=1.0).fixed(data)
+    data = pptp.TrainingData(members, outside=Teachers(Says(1), Says(2), h1, h2))
+    labels = Lookup(data.members, data.outside.probabilities(data.members))
     for x, y, i in (data.members[k] for k in range(20)):
         assert torch.equal(x, images[i][0]) and y == images[i][1]
         assert labels.teacher[labels.row[i]].argmax() == (2 if i in order[:10] else 1)
@@ -135,7 +94,6 @@ def test_bad_settings_and_missing_labels_are_refused(model, splits, quick):
     for settings, sentence in (
         ({"weight": 2}, "weight is 2"),
         ({"temperature": 0}, "temperature is 0"),
-        ({"mix": -1}, "mix is -1"),
     ):
         with pytest.raises(pptp.UserError, match=sentence):
             CrossFit(**settings).check(4, quick)
