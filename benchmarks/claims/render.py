@@ -242,7 +242,7 @@ def kind_of(name: str) -> str:
     if name == "undefended":
         return name
     place = "from scratch" if name.endswith("scratch") else "from a cut on"
-    return f"{re.split(r'[-0-9]', name)[0]}, {place}"
+    return f"{re.split(r'[-0-9]', name)[0].replace('control', 'plain')}, {place}"
 
 
 def frontier_figure(seeds: Mapping[int, Mapping]) -> str:
@@ -250,16 +250,17 @@ def frontier_figure(seeds: Mapping[int, Mapping]) -> str:
     axis = axes[0, 0]
     names = list(dict.fromkeys(name for r in seeds.values() for name in r["models"]))
     kinds = list(dict.fromkeys(map(kind_of, names)))
-    for i, kind in enumerate(kinds):
+    defenses = list(dict.fromkeys(kind.partition(",")[0] for kind in kinds))
+    for kind in kinds:
         points = [
             (
                 mean_over(seeds, n, lambda m: leak(m)["value"]),
-                mean_over(seeds, n, lambda m: m["test_accuracy"]["value"]),
+                relative(seeds, n, lambda m: m["test_accuracy"]["value"]),  # models have different seeds
             )
             for n in names
             if kind_of(n) == kind
         ]
-        colour = MODEL_COLOURS[i % len(MODEL_COLOURS)]
+        colour = MODEL_COLOURS[defenses.index(kind.partition(",")[0]) % len(MODEL_COLOURS)]
         axis.plot(
             *zip(*sorted(points)),
             "s--" if "scratch" in kind else "o",
@@ -268,9 +269,9 @@ def frontier_figure(seeds: Mapping[int, Mapping]) -> str:
             markersize=5,
             linewidth=0.8,
         )
+    axis.set_xlim(left=0.5)
     axis.axvline(0.55, color=INK, linestyle=":", linewidth=1)
-    base = mean_over(seeds, "undefended", lambda m: m["test_accuracy"]["value"])
-    axis.axhline(0.95 * base, color=INK, linestyle=":", linewidth=1)
-    axis.set(xlabel="AUC of the confidence attack (0.5 = no leak)", ylabel="test accuracy")
+    axis.axhline(0.95, color=INK, linestyle=":", linewidth=1)
+    axis.set(xlabel="AUC of the confidence attack (0.5 = no leak)", ylabel="test accuracy, of the undefended model's")
     axis.legend(fontsize=7)
     return as_svg(figure, "buys")
