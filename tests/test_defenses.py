@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from test_training import KillAfter, Killed
 import pptp
 from defenses import DEFENSES
 from defenses.relaxloss import VARIANTS, RelaxLoss, flattening
+from pptp.data import Part
 from pptp.models import weights_digest
 from pptp.retrain import Defense, FrozenLayersMoved
 from pptp.splits import EvaluationDataTouched, Splits
@@ -31,11 +33,13 @@ def small(name):
 
 
 def given(name, splits):
-    """What the defense is trained on; with labels from outside, made ones here, where it needs them."""
+    """What the defense is trained on; with untrained teachers where it needs any."""
+    data = splits.for_defense()
     if not DEFENSES[name].needs_outside:
-        return splits.for_defense()
-    noise = torch.randn(len(splits.members), splits.classes, generator=torch.Generator().manual_seed(0))
-    return splits.for_defense(noise.softmax(1))
+        return data
+    halves = [Part(data.members.pool, part.indices, part.name) for part in (splits.h1, splits.h2)]
+    teachers = [pptp.create("test_resnet", classes=splits.classes, img_size=32, seed=seed) for seed in (1, 2)]
+    return replace(data, outside=pptp.Teachers(*teachers, *halves))
 
 
 @pytest.fixture
