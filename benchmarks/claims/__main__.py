@@ -42,6 +42,8 @@ def main() -> None:
         sys.exit("work needs --data: the folder or .tar of TinyImageNet")
     for cell in cells:
         if arguments.action == "attack":
+            if not (Path(arguments.runs) / cell.name / "run.json").exists():
+                sys.exit(f"there is no run of {cell.name} in {arguments.runs}: make it first, with work")
             attack(cell, Path(arguments.runs), log=sys.stderr)
             continue
         missing = cell.missing(only)
