@@ -352,7 +352,7 @@ def _goal(results: Results) -> Verdict | None:
     reached = _mean_leak(seeds, best)
     rival = min(sorted(rivals), key=lambda n: abs(_mean_leak(_having(seeds, n), n) - reached))
     ours = ", beside ".join(
-        f"{utility(_having(seeds, n), n)} ({_kept(_having(seeds, n), n):.3f} of undefended, {len(_having(seeds, n))} seeds)"
+        f"{utility(_having(seeds, n), n)} ({_kept(_having(seeds, n), n):.3f} of undefended, {_seeds(_having(seeds, n))})"
         for n in (best, rival)
     )
     agrees = "met" if reached <= GOAL_LEAK else f"missed by {reached - GOAL_LEAK:.3f} of AUC"
@@ -362,6 +362,10 @@ def _goal(results: Results) -> Verdict | None:
 
 def _having(seeds: Mapping[int, Mapping], name: str) -> dict[int, Mapping]:
     return {s: m for s, m in seeds.items() if name in m}
+
+
+def _seeds(seeds: Mapping) -> str:
+    return "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
 
 
 def _kept(seeds: Mapping[int, Mapping], name: str) -> float:
