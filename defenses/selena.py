@@ -25,13 +25,18 @@ class Selena(Defense):
     """Teach the model what sub-models say of samples they were not trained on.
 
     Split-AI: each sample is left out of `l` of `k` sub-models, and its teacher label is the mean prediction of
-    those, on the un-augmented image (and, beyond the paper, on `views` augmented ones). The student minimises the
-    soft cross-entropy to it, with no hard label.
+    those, on the un-augmented image. The student minimises the soft cross-entropy to it, with no hard label.
+
+    Beyond the paper: labels over `views` augmented images besides; sub-models of their own number of epochs, since one
+    that has memorised a sample tells of it in its labels for that sample's neighbours; and labels to the power
+    1 / `temperature`, normalised, which below 1 are surer than the sub-models are.
     """
 
     k: int = 25
     l: int = 10  # noqa: E741, the paper's name
     views: int = 0  # augmented views of the image that a teacher label is the mean over, besides itself
+    sub_epochs: int = 0  # of a sub-model; 0: as many as the student's
+    temperature: float = 1.0  # of the teacher labels
     clip_grad: float = 1.0  # largest gradient norm of the student
     processes: int = 1  # sub-models trained at once
 
@@ -50,6 +55,10 @@ class Selena(Defense):
             raise UserError(f"selena processes is {self.processes}: it must be at least 1")
         if self.views < 0:
             raise UserError(f"selena views is {self.views}: it must be 0, for the image alone, or above")
+        if self.sub_epochs < 0:
+            raise UserError(f"selena sub_epochs is {self.sub_epochs}: it must be 0, for the student's, or above")
+        if not self.temperature > 0:
+            raise UserError(f"selena temperature is {self.temperature}: it must be above 0")
 
     def train(self, model, data, recipe, *, monitors=(), checkpoint=None):
         members = indexed(data.members)
@@ -57,14 +66,14 @@ class Selena(Defense):
         shared = any(getattr(module, "pptp_frozen", False) for module in model.modules())
         folder = Path(checkpoint).with_suffix(".selena") if checkpoint else None
         said, seconds = self._sub_models(model, members, left_out, recipe, folder)  # (k, n, classes)
-        teacher = _mean_over(said, left_out)
+        teacher = tempered(_mean_over(said, left_out), self.temperature)
         confidence = _in_out_confidence(said, left_out, members.labels)
         print(
             f"selena: sub-models give the true class {confidence['in_confidence']:.3f} on samples they trained on, "
             f"{confidence['out_confidence']:.3f} on samples they did not"
             + ("; they share a trunk that saw every sample, so no teacher is a true non-member" if shared else "")
         )
-        labels = Lookup(members, teacher, f"selena k={self.k} l={self.l} views={self.views}")
+        labels = Lookup(members, teacher, str(replace(self, processes=1)))
         history = fit(
             model,
             members,
@@ -81,6 +90,7 @@ class Selena(Defense):
         self, model: nn.Module, members: Dataset, left_out: np.ndarray, recipe, folder: Path | None
     ) -> tuple[Tensor, float]:
         """What every sub-model says of every member: probabilities (k, n, classes). Finished ones are read back."""
+        recipe = replace(recipe, epochs=self.sub_epochs or recipe.epochs)
         jobs = [
             (
                 copy.deepcopy(model),
@@ -110,10 +120,12 @@ def _sub_model(
 ) -> tuple[Tensor, float]:
     """Train sub-model k on `rows` of the members: its probabilities on all of them, (n, classes), and the seconds it took."""
     saved = folder / f"said_{k}.pt" if folder else None
-    asked = {"rows": torch.as_tensor(rows), "views": views}
+    asked = {"rows": torch.as_tensor(rows), "views": views, "epochs": recipe.epochs}
     if saved and saved.exists():
         there = torch.load(saved, weights_only=True)
-        if there["views"] == views and torch.equal(there["rows"], asked["rows"]):  # else of another split
+        if all(there.get(key) == asked[key] for key in ("views", "epochs")) and torch.equal(
+            there["rows"], asked["rows"]
+        ):
             return there["said"], there["seconds"]
     started = time.perf_counter()
     checkpoint = folder / f"sub_{k}.pt" if folder else None
@@ -134,6 +146,11 @@ def _mean_over(said: Tensor, left_out: np.ndarray) -> Tensor:
     """Mean prediction of the sub-models that did not train on a sample. (n, classes)"""
     weight = torch.as_tensor(left_out.T, dtype=said.dtype)[:, :, None]  # (k, n, 1)
     return (said * weight).sum(0) / weight.sum(0)
+
+
+def tempered(label: Tensor, temperature: float) -> Tensor:
+    """p^(1/T), normalised. (n, classes)"""
+    return (label.clamp_min(torch.finfo(label.dtype).tiny).log() / temperature).softmax(1)
 
 
 def _in_out_confidence(said: Tensor, left_out: np.ndarray, labels: np.ndarray) -> dict[str, float]:

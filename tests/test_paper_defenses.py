@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,13 +30,14 @@ from defenses.advreg import Adversary, InferenceNetwork
 from defenses.cskd import Partners, distillation
 from defenses.hamp import soft_labels
 from defenses.mist import Dealt, average, cross_difference
-from defenses.selena import Lookup, _mean_over, leave_out, soft_cross_entropy
+from defenses.selena import Lookup, _mean_over, leave_out, soft_cross_entropy, tempered
 from pptp.outside import probabilities
 from pptp.training import sharpness_aware
 
 BAD = [
     ("advreg", {"alpha": 0}, "alpha is 0"), ("advreg", {"k": 0}, "k is 0"), ("advreg", {"warmup": 2}, "warmup is 2"),
     ("selena", {"k": 3, "l": 3}, "1 <= l < k"), ("selena", {"clip_grad": 0}, "clip_grad is 0"), ("selena", {"processes": 0}, "processes is 0"), ("selena", {"views": -1}, "views is -1"),
+    ("selena", {"sub_epochs": -1}, "sub_epochs is -1"), ("selena", {"temperature": 0}, "temperature is 0"),
     ("mist", {"k": 1}, "k is 1"), ("mist", {"lam": 0}, "lam is 0"),
     ("dpsgd", {"epsilon": 0}, "epsilon is 0"), ("dpsgd", {"delta": 1.0}, "delta is 1.0"), ("dpsgd", {"max_grad_norm": 0}, "max_grad_norm is 0"),
     ("dpsgd", {"accountant": "gdp"}, "rdp or prv"), ("dpsgd", {"trunk_data": "mine"}, "same, disjoint, public"),
@@ -129,6 +131,13 @@ def test_teacher_is_the_mean_of_those_that_did_not_train_on_the_sample():
         assert torch.allclose(found[i], torch.stack([said[k, i] for k in range(4) if out[i, k]]).mean(0))
 
 
+def test_tempered_labels_are_powers_of_probabilities():
+    label = torch.tensor([[0.6, 0.3, 0.1], [1.0, 0.0, 0.0]])
+    assert torch.allclose(tempered(label, 1.0), label)
+    assert torch.allclose(tempered(label, 0.5)[0], torch.tensor([36.0, 9.0, 1.0]) / 46)
+    assert tempered(label, 0.5)[1].tolist() == [1.0, 0.0, 0.0]
+
+
 def test_published_loss_overflows_where_ours_does_not():
     target = torch.tensor([[0.5, 0.5]])
     z = torch.tensor([[120.0, 0.0]], requires_grad=True)
@@ -180,6 +189,15 @@ def test_selena_does_not_reuse_sub_models_of_another_split(model, splits, quick,
         (tmp_path / f"{l}.pt").unlink()
         (tmp_path / f"{l}.selena").rename(tmp_path / f"{l + 1}.selena")  # as if it had been killed with other settings
     assert len(trained) == 8, "three sub-models and a student, twice"
+
+
+def test_selena_sub_models_may_have_epochs_of_their_own(model, splits, quick, monkeypatch):
+    epochs, real = [], defenses.selena.fit
+    monkeypatch.setattr("defenses.selena.fit", lambda *a, **k: epochs.append(a[2].epochs) or real(*a, **k))
+    recipe = replace(quick, epochs=2)
+    pptp.retrain(model, None, "head", Selena(k=2, l=1, sub_epochs=1), splits, recipe)
+    pptp.retrain(model, None, "head", Selena(k=2, l=1), splits, recipe)
+    assert epochs == [1, 1, 2, 2, 2, 2]
 
 
 def test_selena_in_two_processes_is_selena_in_one(model, splits, quick):
