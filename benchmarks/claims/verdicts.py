@@ -419,14 +419,14 @@ SAME_DEFENSE = (
     ("relaxloss-2-layer3", "relaxloss-2-scratch"),
     ("advreg-3-layer4", "advreg-3-scratch"),
     ("selena-layer4", "selena-scratch"),
-    ("selena-6-layer2", "selena-6-scratch"),
+    ("selena-10-layer2", "selena-10-scratch"),
     ("dpsgd-8-layer4", "dpsgd-8-scratch"),
     ("crossfit-1-layer2", "crossfit-1-scratch"),
 )
 DEFENSES = (
     ("AdvReg", "Figures 13 and 14", "advreg-3-layer4", "advreg-3-scratch"),
     ("SELENA", "Figure 14: very slightly", "selena-layer4", "selena-scratch"),
-    ("SELENA with six sub-models and views", "not in the paper", "selena-6-layer2", "selena-6-scratch"),
+    ("SELENA with ten short sub-models", "not in the paper", "selena-10-layer2", "selena-10-scratch"),
     (
         "DP-SGD (by attacks; only from scratch does its epsilon cover the model)",
         "not in the paper",
