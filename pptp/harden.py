@@ -72,14 +72,14 @@ def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> 
         wanted = max(share * trained.epochs, least_steps / steps_an_epoch)
         return max(2, round(min(wanted, trained.epochs) / 2) * 2)  # even, as RelaxLoss asks
 
-    shorter, short, longer = epochs(1 / 15, 200), epochs(1 / 10, 300), epochs(1 / 6, 500)
+    shorter, short, longer = epochs(1 / 15, 200), epochs(1 / 10, 300), epochs(7 / 30, 700)
     steps = [
         ("plain", (), shorter),
         ("crossfit", ("weight=0.5",), short),
         ("crossfit", ("weight=1.0",), short),
         ("relaxloss", (f"alpha={0.5 * math.log(classes):.3g}",), short),
     ]
-    many = ("selena", ("k=6", "l=2", "views=8"), longer)
+    many = ("selena", ("k=10", "l=3", "views=8", f"sub_epochs={longer // 2}", "temperature=0.25"), longer)
     return [
         Setting(defense, settings, cut, "init", replace(trained, epochs=count, warmup_epochs=0))
         for cut in cuts
