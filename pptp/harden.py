@@ -79,7 +79,7 @@ def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> 
         ("crossfit", ("weight=1.0",), short),
         ("relaxloss", (f"alpha={0.5 * math.log(classes):.3g}",), short),
     ]
-    many = ("selena", ("k=10", "l=3", "views=8", f"sub_epochs={longer // 2}", "temperature=0.25"), longer)
+    many = ("selena", ("k=10", "l=3", "views=8", f"sub_epochs={longer // 2}", "temperature=0.5"), longer)
     return [
         Setting(defense, settings, cut, "init", replace(trained, epochs=count, warmup_epochs=0))
         for cut in cuts

@@ -137,7 +137,11 @@ def test_the_goal_is_for_models_that_keep_the_accuracy(auc, answer):
         "rival": model(0.3, 0.6, defense="relaxloss", rewind="init", cut="scratch"),
     }
     results = {"resnet18-augmented": {42: found(models=rows)}}
-    assert said(results, "at least 95% of the undefended") == answer
+    verdict = next(v for v in judge_all(results) if v.claim.startswith("at least 95% of the undefended"))
+    assert verdict.agrees == answer
+    assert ("private:" in verdict.ours) is (answer != "met"), (
+        "what would leak little enough is shown where nothing else does"
+    )
     results["resnet18-augmented"][43] = found(models={"rival": rows["rival"]})
     assert said(results, "at least 95% of the undefended") is None, "no model is there in every seed"
 

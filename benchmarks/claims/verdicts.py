@@ -339,7 +339,8 @@ def _gain(seeds: Mapping[int, Mapping], name: str) -> float:
 
 
 def _goal(results: Results) -> Verdict | None:
-    """The least leaky of the PPTP models that keep 95 % of the accuracy on average over every seed of the base, beside the RelaxLoss from scratch nearest in leakage."""
+    """Of the PPTP models that every seed of the base has: the least leaky that keeps 95 % of the accuracy on average and, if that leaks
+    more than the goal, the most accurate that does not; beside the RelaxLoss from scratch nearest in leakage."""
     seeds = {s: r["models"] for s, r in results.get(AUGMENTED, {}).items()}
     if not seeds:
         return None
@@ -351,9 +352,13 @@ def _goal(results: Results) -> Verdict | None:
     best = min(able_ones, key=lambda n: _mean_leak(seeds, n))
     reached = _mean_leak(seeds, best)
     rival = min(sorted(rivals), key=lambda n: abs(_mean_leak(_having(seeds, n), n) - reached))
-    ours = ", beside ".join(
+    quiet = [n for n in everywhere if _mean_leak(seeds, n) <= GOAL_LEAK]
+    shown_ones = [best]
+    if reached > GOAL_LEAK and quiet:
+        shown_ones.append(max(quiet, key=lambda n: _kept(seeds, n)))
+    ours = "; ".join(
         f"{utility(_having(seeds, n), n)} ({_kept(_having(seeds, n), n):.3f} of undefended, {_seeds(_having(seeds, n))})"
-        for n in (best, rival)
+        for n in (*shown_ones, rival)
     )
     agrees = "met" if reached <= GOAL_LEAK else f"missed by {reached - GOAL_LEAK:.3f} of AUC"
     claim = f"at least {GOAL_ACCURACY:.0%} of the undefended test accuracy at confidence AUC {GOAL_LEAK} or below"
