@@ -10,7 +10,7 @@ from pptp.errors import UserError
 from pptp.retrain import Defense
 from pptp.training import fit
 
-from .selena import Lookup
+from .selena import Lookup, tempered
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,6 @@ class CrossFit(Defense):
 
 def mixed(outside: Tensor, labels, weight: float, temperature: float) -> Tensor:
     """(n, classes): weight * normalised outside^(1/temperature) + (1 - weight) * one-hot."""
-    soft = (outside.clamp(min=1e-12).log() / temperature).softmax(1)
+    soft = tempered(outside, temperature)
     hot = F.one_hot(torch.as_tensor(labels), outside.shape[1]).to(soft)
     return weight * soft + (1 - weight) * hot

@@ -150,7 +150,7 @@ def _mean_over(said: Tensor, left_out: np.ndarray) -> Tensor:
 
 def tempered(label: Tensor, temperature: float) -> Tensor:
     """p^(1/T), normalised. (n, classes)"""
-    return (label.clamp_min(torch.finfo(label.dtype).tiny).log() / temperature).softmax(1)
+    return (label.clamp(min=1e-12).log() / temperature).softmax(1)
 
 
 def _in_out_confidence(said: Tensor, left_out: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -135,7 +135,7 @@ def test_tempered_labels_are_powers_of_probabilities():
     label = torch.tensor([[0.6, 0.3, 0.1], [1.0, 0.0, 0.0]])
     assert torch.allclose(tempered(label, 1.0), label)
     assert torch.allclose(tempered(label, 0.5)[0], torch.tensor([36.0, 9.0, 1.0]) / 46)
-    assert tempered(label, 0.5)[1].tolist() == [1.0, 0.0, 0.0]
+    assert torch.allclose(tempered(label, 0.5)[1], label[1]), "no logarithm of 0"
 
 
 def test_published_loss_overflows_where_ours_does_not():

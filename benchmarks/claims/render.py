@@ -11,7 +11,8 @@ import numpy as np
 
 from pptp.plots import GREY, INK, MODEL_COLOURS, RISK, SEEN, as_svg, canvas, error_bars
 
-from .verdicts import INTERPOLATES, first, interpolates, judge_all, leak, shown, spread, turned
+from .verdicts import judge_all, leak, spread, turned
+from .where import INTERPOLATES, first, interpolates, shown
 from .work import HERE, RESULTS, plan
 
 PAGE = HERE.parent / "RESULTS.md"
