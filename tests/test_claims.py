@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.claims import verdicts
+from benchmarks.claims.__main__ import main
 from benchmarks.claims.render import adaptive_table, buys_table
 from benchmarks.claims.verdicts import in_seeds, judge_all, leak, surely_better, turned
 from benchmarks.claims.work import plan
@@ -184,3 +185,19 @@ def test_the_plan_is_whole():
     assert all(any(set(pair) <= names for names in rows) for pair in verdicts.SAME_DEFENSE)
     assert {"relaxloss-1.5-layer4", "relaxloss-1.5-head", "relaxloss-1.5-finetune"} <= named
     assert set(made["ensembles"]["resnet18-augmented"]["procedures"]) <= named | {"undefended"}
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["status", "--seeds", "x"], "--seeds is x"),
+        (["status", "--only", "nosuch"], "starts with nosuch"),
+        (["status", "--base", "nosuch"], "no base called nosuch"),
+        (["work"], "work needs --data"),
+        (["attack", "--runs", "nosuch", "--base", "resnet18-plain"], "no run of resnet18-plain-42"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, sentence, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["claims", *arguments])
+    with pytest.raises(SystemExit, match=sentence):
+        main()

@@ -35,9 +35,14 @@ def main() -> None:
     unknown = [base for base in arguments.base if base not in plan()["bases"]]
     if unknown:
         sys.exit(f"there is no base called {', '.join(unknown)}: plan.yaml has {', '.join(plan()['bases'])}")
+    if not all(seed.isdigit() for seed in arguments.seeds.split(",")):
+        sys.exit(f"--seeds is {arguments.seeds}: whole numbers with commas, like 42,43")
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     only = tuple(arguments.only.split(","))
     cells = [Cell(base, seed) for seed in seeds for base in arguments.base or plan()["bases"]]
+    strange = [o for o in only if not any(name.startswith(o) for cell in cells for name in ("", *cell.retrainings))]
+    if strange:
+        sys.exit(f"no retraining of these bases starts with {', '.join(strange)}: plan.yaml has their names")
     if arguments.action == "work" and not (arguments.data and Path(arguments.data).exists()):
         sys.exit("work needs --data: the folder or .tar of TinyImageNet")
     for cell in cells:
