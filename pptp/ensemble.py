@@ -31,6 +31,7 @@ from .procedures import train_base, train_like
 from .runs import UNDEFENDED, Run, read_json, write_json, write_npz
 from .signals import collect, logit_margin
 from .splits import TrainingData
+from .stages import SCRATCH
 from .training import Monitor
 
 TRIES = 3
@@ -289,11 +290,7 @@ def load_references(run: Run, procedure: str) -> References | None:
             members.append(torch.from_numpy(saved["members"]))
             views += [torch.from_numpy(saved["augmented"])] if "augmented" in saved else []
     size, target = int(members[0].sum()), len(run.splits.members)
-    like = (
-        "without a defense"
-        if procedure == UNDEFENDED
-        else f"like {procedure}, each with a trunk{' and cut' * jobs[0].own_cut} of its own"
-    )
+    like = "without a defense" if procedure == UNDEFENDED else f"like {procedure}, {_trunk(jobs[0], run)}"
     source = f"{len(jobs)} reference models trained {like}, on {size} samples each (the target on {target}){unfinished(run, procedure)}"
     return References(
         np.arange(logits[0].shape[0]),
@@ -302,6 +299,12 @@ def load_references(run: Run, procedure: str) -> References | None:
         torch.stack(views) if len(views) == len(jobs) else None,
         source,
     )
+
+
+def _trunk(job: Job, run: Run) -> str:
+    if job.own_cut:
+        return "each with a trunk and cut of its own"
+    return "from scratch as it was" if job.plan(run)["cut"] == SCRATCH else "each with a trunk of its own"
 
 
 def references_for(run: Run, name: str) -> References:

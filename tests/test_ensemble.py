@@ -199,6 +199,16 @@ def test_evaluation_takes_the_best_references_there_are(run, tmp_path, capsys):
     assert "trained like r" in (copy / "report.html").read_text()
 
 
+def test_references_from_scratch_have_no_trunk_to_speak_of(run, tmp_path):
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    options = ["--defense", "relaxloss", "--set", "alpha=0.5", "--cut", "scratch", "--name", "whole", "--no-control"]
+    assert main(["retrain", str(copy), *options]) == 0
+    assert main(["ensemble", str(copy), "--models", "2", "--procedure", "whole"]) == 0
+    source = load_references(Run.open(copy), "whole").source
+    assert "trained like whole, from scratch as it was" in source and "trunk" not in source
+
+
 def test_without_an_ensemble_the_half_model_serves_where_it_is_out(run, tmp_path):
     copy = tmp_path / "r"
     shutil.copytree(run, copy)
