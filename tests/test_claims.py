@@ -201,3 +201,16 @@ def test_a_wrong_argument_is_named(arguments, sentence, monkeypatch):
     monkeypatch.setattr("sys.argv", ["claims", *arguments])
     with pytest.raises(SystemExit, match=sentence):
         main()
+
+
+def test_cost_is_a_share_of_the_same_defense_from_scratch():
+    def judged(seconds, claim):
+        rows = {name: model(0.3, 0.7, cut=cut, defense="advreg", rewind="init", cost={"seconds": s})
+                for name, cut, s in (("advreg-3-layer4", "layer4", seconds), ("advreg-3-scratch", "scratch", 100.0))}  # fmt: skip
+        return said({"resnet18-plain": {42: found(models=rows)}}, claim)
+
+    assert judged(19.0, "retraining takes at most 0.2") == "met"
+    assert judged(21.0, "retraining takes at most 0.2") == "met in 0 of 1"
+    assert judged(49.0, "retraining takes much less time") == "yes"
+    assert judged(51.0, "retraining takes much less time") == "less than half of it in 0 of 1"
+    assert said({"resnet18-plain": {42: found()}}, "retraining takes") is None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from .where import AUGMENTED, PLAIN, WHERE, Judge, Results, Verdict, shown
 
-GOAL_ACCURACY, GOAL_LEAK = 0.95, 0.55
+GOAL_ACCURACY, GOAL_LEAK, GOAL_COST = 0.95, 0.55, 0.2
 CSKD = "resnet18-cskd"
 
 # --- what it buys, over all seeds ------------------------------------------------------------------
@@ -187,22 +187,38 @@ def _features_move_more(results: Results) -> Verdict | None:
     return None
 
 
-def _cheaper(results: Results) -> Verdict | None:
+def _shares_of_time(results: Results) -> dict[str, float]:
     """Time of each defense from the cut on over the same from scratch, as they were run (the cut takes fewer epochs)."""
-    ratios = {}
+    shares = {}
     for base in (AUGMENTED, PLAIN):
         for mine, theirs in SAME_DEFENSE:
             seeds = with_models(results, base, (mine, theirs))
             if seeds:
-                shares = [m[mine]["cost"]["seconds"] / m[theirs]["cost"]["seconds"] for m in seeds.values()]
-                ratios[f"{base} {mine} / {theirs}"] = statistics.mean(shares)
-    if not ratios:
+                found = [m[mine]["cost"]["seconds"] / m[theirs]["cost"]["seconds"] for m in seeds.values()]
+                shares[f"{base} {mine} / {theirs}"] = statistics.mean(found)
+    return shares
+
+
+def _cheaper(results: Results) -> Verdict | None:
+    shares = _shares_of_time(results)
+    if not shares:
         return None
-    ours = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    ours = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
     claim = "retraining takes much less time than the same defense from scratch, with less than half the epochs"
-    half = sum(ratio < 0.5 for ratio in ratios.values())
-    agrees = "yes" if half == len(ratios) else f"less than half of it in {half} of {len(ratios)}"
+    half = sum(share < 0.5 for share in shares.values())
+    agrees = "yes" if half == len(shares) else f"less than half of it in {half} of {len(shares)}"
     return Verdict(claim, "Figure 16, section 5.2.3", ours, agrees)
+
+
+def _cost_goal(results: Results) -> Verdict | None:
+    shares = _shares_of_time(results)
+    if not shares:
+        return None
+    missed = [f"{name} {share:.2f}" for name, share in shares.items() if share > GOAL_COST]
+    claim = f"retraining takes at most {GOAL_COST} of the time of the same defense from scratch"
+    ours = f"above it: {', '.join(missed) or 'none'}; the base is in none of these times"
+    agrees = "met" if not missed else f"met in {len(shares) - len(missed)} of {len(shares)}"
+    return Verdict(claim, "goal of this project", ours, agrees)
 
 
 SAME_DEFENSE = (
@@ -269,6 +285,7 @@ CLAIMS: list[Judge] = [
     ),
     _beats_scratch(OURS, "the same without augmentation", "ours, not the paper's", PLAIN),
     _goal,
+    _cost_goal,
 ]
 
 
