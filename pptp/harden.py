@@ -72,14 +72,14 @@ def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> 
         wanted = max(share * trained.epochs, least_steps / steps_an_epoch)
         return max(2, round(min(wanted, trained.epochs) / 2) * 2)  # even, as RelaxLoss asks
 
-    shorter, short, longer = epochs(1 / 15, 200), epochs(1 / 10, 300), epochs(7 / 30, 700)
+    shorter, short, longer = epochs(1 / 15, 200), epochs(1 / 10, 300), epochs(1 / 3, 1000)
     steps = [
         ("plain", (), shorter),
         ("crossfit", ("weight=0.5",), short),
         ("crossfit", ("weight=1.0",), short),
         ("relaxloss", (f"alpha={0.5 * math.log(classes):.3g}",), short),
     ]
-    many = ("selena", ("k=10", "l=3", "views=8", f"sub_epochs={longer // 2}", "temperature=0.5"), longer)
+    many = ("selena", ("k=10", "l=3", "views=8", f"sub_epochs={round(0.35 * longer)}", "temperature=0.5"), longer)
     return [
         Setting(defense, settings, cut, "init", replace(trained, epochs=count, warmup_epochs=0))
         for cut in cuts

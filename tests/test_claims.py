@@ -7,6 +7,8 @@ from benchmarks.claims.__main__ import main
 from benchmarks.claims.render import adaptive_table, buys_table
 from benchmarks.claims.verdicts import in_seeds, judge_all, leak, surely_better, turned
 from benchmarks.claims.work import plan
+from pptp.config import Recipe
+from pptp.harden import ladder
 
 
 def estimate(value, width=0.01):
@@ -147,6 +149,15 @@ def test_the_goal_is_for_models_that_keep_the_accuracy(auc, answer):
     assert said(results, "at least 95% of the undefended") is None, "no model is there in every seed"
 
 
+def test_a_goal_met_on_average_says_how_many_seeds_meet_it_alone():
+    def seed(auc):
+        good = model(0.39, auc, defense="selena", rewind="init", cut="layer2")
+        return found(models={"good": good, "rival": model(0.3, 0.6, defense="relaxloss", rewind="init", cut="scratch")})
+
+    results = {"resnet18-augmented": {42: seed(0.53), 43: seed(0.56)}}
+    assert said(results, "at least 95% of the undefended") == "met by the mean over seeds, alone by 1 of 2"
+
+
 def test_a_rival_may_be_of_another_base_with_the_same_members():
     mine, theirs = (model(0.4, auc, defense="relaxloss", rewind="init", cut="layer3") for auc in (0.6, 0.7))
     results = {
@@ -214,3 +225,12 @@ def test_cost_is_a_share_of_the_same_defense_from_scratch():
     assert judged(49.0, "retraining takes much less time") == "yes"
     assert judged(51.0, "retraining takes much less time") == "less than half of it in 0 of 1"
     assert said({"resnet18-plain": {42: found()}}, "retraining takes") is None
+
+
+def test_harden_tries_the_row_that_has_the_evidence():
+    made = plan()
+    base = {**made["common"], **made["bases"]["resnet18-augmented"]}
+    row = made["retrainings"]["resnet18-augmented"]["selena-10-t0.5-layer2"]
+    recipe = Recipe(epochs=base["epochs"], batch_size=base["batch_size"])
+    tried = ladder([row["cut"]], recipe, base["limit_classes"], base["members"])[-1]
+    assert (tried.defense, list(tried.settings), tried.recipe.epochs) == (row["defense"], row["set"], row["epochs"])

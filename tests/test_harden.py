@@ -34,7 +34,7 @@ def test_cuts_around_what_localisation_says(cut, strict, tried):
 
 def test_the_ladder_is_short_but_not_too_short_and_relaxloss_gets_even_epochs():
     long = ladder(["layer4"], Recipe(epochs=60, batch_size=32), 20, 2500)
-    assert {s.defense: s.recipe.epochs for s in long} == {"plain": 4, "crossfit": 6, "relaxloss": 6, "selena": 14}
+    assert {s.defense: s.recipe.epochs for s in long} == {"plain": 4, "crossfit": 6, "relaxloss": 6, "selena": 20}
     assert "sub_epochs=7" in long[-1].settings
     few = ladder(["layer3", "layer4"], Recipe(epochs=20, batch_size=32), 10, 300)
     assert all(s.recipe.epochs == 20 for s in few)  # 300 steps would be more than the whole training
