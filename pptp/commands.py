@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
+from torch import nn
 
 from . import models
 from .cache import Policy, TrunkCache
@@ -20,13 +20,24 @@ from .data import Part
 from .describe import describe
 from .describe import table as describe_table
 from .errors import UserError
+from .frontier import Setting
 from .localize import localize
 from .outside import Teachers
 from .plugins import code_of, find, settings_of
 from .procedures import KeepWeights, make_defense, train_base
 from .report import activity, write_report
 from .retrain import Defense, retrain
-from .runs import UNDEFENDED, Run, differences, measured, read_json, write_json, write_jsonl, write_npz
+from .runs import (
+    UNDEFENDED,
+    Run,
+    differences,
+    forget_checkpoints,
+    keep_history,
+    measured,
+    read_json,
+    write_json,
+    write_npz,
+)
 from .splits import TrainingData
 from .stages import SCRATCH, split_at, stages
 from .studies import save as save_section
@@ -110,12 +121,12 @@ def _train_one(run: Run, name: str, part, watching: Watching) -> None:
     if not main_process():
         return
     cost["seconds"] = summary["seconds"]  # of all epochs, also of those before a resume
-    _keep_history(folder)
+    keep_history(folder)
     keep_watched(run, monitors)
     write_json(folder / "cost.json", cost)
     card = "Trained by pptp without a privacy defense. It memorises; do not publish it."
     run.save_model(name, model, f"# {run.experiment.model}, {name}\n\n{card}\n")
-    _forget_checkpoints(folder)
+    forget_checkpoints(folder)
     print(f"{name}: {_sentence(summary)}")
 
 
@@ -369,10 +380,9 @@ def _retrain_one(run: Run, job: _Job, data: TrainingData, parts, fresh: bool, ca
     if not main_process():
         return
     cost["seconds"] = result.get("seconds", cost["seconds"])  # of all epochs, also of those before a resume
-    _keep_history(folder)
-    write_json(folder / "defense.json", {**job.plan(), "repr": repr(defense), "result": result, "cost": cost})
-    run.save_model(job.name, model, _card(run, job, defense, result))  # last, since weights mean "done"
-    _forget_checkpoints(folder)
+    keep_history(folder)
+    _save_retrained(run, job, model, result, cost)
+    forget_checkpoints(folder)
     print(
         f"{job.name}: cut {job.cut}, {result['retrained_share']:.1%} of the weights retrained, {_sentence(result)}; trunk cache: {result['cache']}"
     )
@@ -380,16 +390,33 @@ def _retrain_one(run: Run, job: _Job, data: TrainingData, parts, fresh: bool, ca
         print(f"{job.name}: {activity(result)}")
 
 
-def _forget_checkpoints(folder: Path) -> None:
-    """What was needed to resume, of sub-models too."""
-    for path in folder.glob("checkpoint.*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+def _save_retrained(run: Run, job: _Job, model: nn.Module, result: dict, cost: dict) -> None:
+    defense = make_defense(job.defense, job.settings)
+    record = {**job.plan(), "repr": repr(defense), "result": result, "cost": cost}
+    write_json(run.folder(job.name) / "defense.json", record)
+    run.save_model(job.name, model, _card(run, job, defense, result))  # last, since weights mean "done"
 
 
-def _keep_history(folder: Path) -> None:
-    """The rows of every epoch, from the last checkpoint."""
-    if (folder / "checkpoint.pt").exists():
-        write_jsonl(folder / "history.jsonl", torch.load(folder / "checkpoint.pt", weights_only=True)["history"])
+def adopt(run: Run, name: str, setting: Setting, trained: Path) -> None:
+    """The model that a sweep has trained by `setting`, in the folder `trained`, as a retraining of the run; what had that name makes room."""
+    policy, made = Policy(), read_json(trained / "point.json", "")
+    job = _Job(
+        name,
+        setting.defense,
+        setting.settings,
+        setting.cut,
+        setting.rewind,
+        setting.recipe,
+        policy.views,
+        policy.dtype,
+    )
+    model = run.model(UNDEFENDED)
+    models.load_weights(model, models.read_weights(trained / "last.safetensors"), trained)
+    folder = run.folder(name)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    shutil.copy(trained / "history.jsonl", folder)
+    _save_retrained(run, job, model, made["result"], made["cost"])
 
 
 def _card(run: Run, job: _Job, defense, result: dict) -> str:

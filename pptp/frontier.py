@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from .evaluate import default_attacks, evaluate, fold_of
 from .intervals import Estimate, auc, proportion
 from .procedures import make_defense
 from .retrain import retrain
-from .runs import UNDEFENDED, Run, measured, read_json, write_json
+from .runs import UNDEFENDED, Run, forget_checkpoints, keep_history, measured, read_json, write_json
 from .signals import collect
 from .splits import TrainingData
 from .stages import split_at
@@ -161,6 +162,7 @@ class Sweep:
         if start is None:
             raise UserError(f"rewind is {setting.rewind!r}: a frontier starts from init or none")
         cost: dict[str, float] = {}
+        started = time.perf_counter()
         with measured(cost):
             result = retrain(
                 model,
@@ -170,13 +172,17 @@ class Sweep:
                 self.data,
                 setting.recipe,
                 parts=self.parts,
+                checkpoint=path.with_name("checkpoint.pt"),
                 cache=self.cache,
             )
-            found = self._measured(model, setting.cut)
+        cost["seconds"] = result.get("seconds", cost["seconds"])  # of all epochs, also of those before a resume
+        keep_history(path.parent)
         models.write_weights(model, path.with_name("last.safetensors"))
-        write_json(
-            path, {**found, "active": result.get("active", 1.0), "seconds": cost["seconds"], "result": _plain(result)}
-        )
+        found = self._measured(model, setting.cut)
+        seconds = time.perf_counter() - started
+        point = {**found, "active": result.get("active", 1.0), "seconds": seconds, "result": result, "cost": cost}
+        write_json(path, point)
+        forget_checkpoints(path.parent)
 
     def _measured(self, model: nn.Module, cut: str) -> dict:
         """Accuracy and leakage on both halves; from the cached trunk where the model allows it."""
@@ -199,10 +205,6 @@ class Sweep:
             proportion(int(right[halves == k].sum()), int((halves == k).sum())).to_dict() for k in (0, 1)
         ]
         return found
-
-
-def _plain(result: Mapping) -> dict:
-    return {key: value for key, value in result.items() if isinstance(value, (int, float, str))}
 
 
 def _read_point(path: Path, setting: Setting, key: str) -> Point:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .attacking import evaluate_run
 from .cache import TrunkCache
-from .commands import localize_run, report_run, retrain_run, train_run, training_data
+from .commands import adopt, localize_run, report_run, train_run, training_data
 from .config import Experiment, Recipe
 from .errors import UserError
 from .frontier import Point, Setting, Sweep, choose, pareto, refined
@@ -114,16 +114,7 @@ def _said(point: Point) -> Point:
 
 def _keep(run: Run, best: Point, points: Sequence[Point], target_auc: float) -> None:
     """The chosen point as a model of the run, and all that were tried."""
-    setting, changes = best.setting, {"epochs": best.setting.recipe.epochs, "warmup_epochs": 0}
-    retrain_run(
-        str(run.path),
-        {setting.defense: list(setting.settings)},
-        changes,
-        setting.cut,
-        name=NAME,
-        control=False,
-        fresh=True,  # an earlier choice, for another target, makes room
-    )
+    adopt(run, NAME, best.setting, run.path / "frontier" / best.key)
     rows = [
         {
             "setting": label(p.setting),

@@ -369,6 +369,18 @@ def write_jsonl(path: Path, rows: list[Mapping]) -> None:
     models.atomically(path, lambda temporary: temporary.write_text("".join(json.dumps(row) + "\n" for row in rows)))
 
 
+def keep_history(folder: Path) -> None:
+    """The rows of every epoch, from the last checkpoint."""
+    if (folder / "checkpoint.pt").exists():
+        write_jsonl(folder / "history.jsonl", torch.load(folder / "checkpoint.pt", weights_only=True)["history"])
+
+
+def forget_checkpoints(folder: Path) -> None:
+    """What was needed to resume, of sub-models too."""
+    for path in folder.glob("checkpoint.*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     def write(temporary: Path) -> None:
         with open(temporary, "wb") as file:  # a name would get ".npz" appended

@@ -9,7 +9,8 @@ from pptp.config import Recipe
 from pptp.frontier import Point, Setting
 from pptp.harden import around, cuts_to_try, explanation, ladder
 from pptp.intervals import Estimate
-from pptp.runs import Run
+from pptp.models import read_weights, weights_digest
+from pptp.runs import Run, read_json
 
 STAGES = ["stem", "layer1", "layer2", "layer3", "layer4", "head"]
 
@@ -84,7 +85,16 @@ def test_the_whole_command(tmp_path, capsys):
     assert code == 0 and "Chosen:" in said and "reached" in said
     kept = json.loads((path / "harden.json").read_text())
     assert sum(p["chosen"] for p in kept["points"]) == 1 and len(kept["points"]) == 13
-    assert Run.open(path).trained_names() == ["undefended", "hardened"] and (path / "report.html").exists()
+    run = Run.open(path)
+    assert run.trained_names() == ["undefended", "hardened"] and (path / "report.html").exists()
+    tried = [weights_digest(read_weights(p)) for p in path.glob("frontier/*/last.safetensors")]
+    assert weights_digest(run.model("hardened").state_dict()) in tried, (
+        "the model that was measured, not another of its kind"
+    )
+    chosen = next(p["setting"] for p in kept["points"] if p["chosen"])
+    record, rows = read_json(run.folder("hardened") / "defense.json", ""), run.folder("hardened") / "history.jsonl"
+    assert chosen.startswith(record["defense"]) and record["recipe"]["epochs"] == len(rows.read_text().splitlines())
+    assert record["cost"]["seconds"] > 0 and not list(path.glob("frontier/*/checkpoint*"))
     assert main(["harden", "test_resnet", "digits", "--run", str(path), "--target-auc", "0.99", *flags]) == 0  # resumes
 
 

@@ -1,6 +1,7 @@
 """The execution cut, the trunk cache, and retraining from it: the same result, at the speed of the suffix."""
 
 import copy
+import shutil
 
 import numpy as np
 import pytest
@@ -281,6 +282,28 @@ def test_a_frontier_retrains_every_point_once_chooses_and_refines(tmp_path, caps
         (["--defense", "ccl"], "one defense"),
     ):
         assert main([*sweep, *more]) == 2 and says in capsys.readouterr().err
+
+
+def test_a_point_that_was_interrupted_goes_on_where_it_was(tmp_path, monkeypatch):
+    run, whole = tmp_path / "r", tmp_path / "whole"
+    assert main(["train", str(run), *SMALL, "--epochs", "4"]) == 0
+    shutil.copytree(run, whole)
+    sweep = ["--defense", "selena", "--set", "k=3", "--set", "l=1", "--cut", "layer4", "--epochs", "2"]
+    assert main(["frontier", str(whole), *sweep]) == 0
+    trained, write = [], pptp.training.Checkpoint.write
+
+    def dies(self, rows):
+        write(self, rows)
+        trained.append(len(rows))
+        if len(trained) == 7:  # after the three sub-models, in the student
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pptp.training.Checkpoint, "write", dies)
+    assert main(["frontier", str(run), *sweep]) == 130
+    assert main(["frontier", str(run), *sweep]) == 0
+    assert trained[7:] == [2], "the student's second epoch alone"
+    one, two = (pptp.models.read_weights(next(r.glob("frontier/*/last.safetensors"))) for r in (run, whole))
+    assert all(torch.equal(one[key], two[key]) for key in one)
 
 
 def test_models_with_the_same_trunk_are_evaluated_from_one_cache_with_the_same_result(tmp_path, monkeypatch):
