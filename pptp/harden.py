@@ -61,8 +61,8 @@ def why_these(risk: dict) -> str:
 
 
 def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> list[Setting]:
-    """A few settings for every cut, from hardly any defense to a strong one; SELENA from the first cut only: its sub-models share
-    what lies before the cut, and the less of that there is, the less it can know of a sample that they were not trained on.
+    """A few settings for every cut, from hardly any defense to a strong one; SELENA from the first two, but not from the last:
+    its sub-models share what lies before the cut, and the less of that there is, the less it can know of a sample that they were not trained on.
 
     All short: on a good trunk a suffix learns in few epochs what is general, and in many what is not (benchmarks/RESULTS.md).
     """
@@ -80,10 +80,11 @@ def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> 
         ("relaxloss", (f"alpha={0.5 * math.log(classes):.3g}",), short),
     ]
     many = ("selena", ("k=10", "l=3", "views=8", f"sub_epochs={round(0.35 * longer)}", "temperature=0.5"), longer)
+    early = cuts[:-1][:2] or cuts
     return [
         Setting(defense, settings, cut, "init", replace(trained, epochs=count, warmup_epochs=0))
         for cut in cuts
-        for defense, settings, count in [*steps, *([many] if cut == cuts[0] else [])]
+        for defense, settings, count in [*steps, *([many] if cut in early else [])]
     ]
 
 

@@ -40,6 +40,8 @@ def test_the_ladder_is_short_but_not_too_short_and_relaxloss_gets_even_epochs():
     few = ladder(["layer3", "layer4"], Recipe(epochs=20, batch_size=32), 10, 300)
     assert all(s.recipe.epochs == 20 for s in few)  # 300 steps would be more than the whole training
     assert [s.cut for s in few if s.defense == "selena"] == ["layer3"] and len(few) == 9
+    three = ladder(["layer1", "layer2", "layer3"], Recipe(epochs=20, batch_size=32), 10, 300)
+    assert [s.cut for s in three if s.defense == "selena"] == ["layer1", "layer2"]
 
 
 def point(weight, leak, accuracy, reported=None, epochs=6):
@@ -84,7 +86,7 @@ def test_the_whole_command(tmp_path, capsys):
     said = capsys.readouterr().out
     assert code == 0 and "Chosen:" in said and "reached" in said
     kept = json.loads((path / "harden.json").read_text())
-    assert sum(p["chosen"] for p in kept["points"]) == 1 and len(kept["points"]) == 13
+    assert sum(p["chosen"] for p in kept["points"]) == 1 and len(kept["points"]) == 14
     run = Run.open(path)
     assert run.trained_names() == ["undefended", "hardened"] and (path / "report.html").exists()
     tried = [weights_digest(read_weights(p)) for p in path.glob("frontier/*/last.safetensors")]
