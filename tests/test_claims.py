@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.claims import verdicts
 from benchmarks.claims.__main__ import main
-from benchmarks.claims.render import adaptive_table, buys_table
+from benchmarks.claims.render import adaptive_table, buys_table, not_run
 from benchmarks.claims.verdicts import in_seeds, judge_all, leak, surely_better, turned
 from benchmarks.claims.work import plan
 from pptp.config import Recipe
@@ -176,6 +176,14 @@ def test_tables_give_intervals_for_one_seed_and_deviations_for_several():
     assert "0.410 ± 0.014" in buys_table(two)
     row = adaptive_table({**one[42], "adaptive": {"x": model(0.4, 0.65)}}).splitlines()[-1]
     assert "0.600 [0.590, 0.610]" in row and "0.650 [0.640, 0.660]" in row
+
+
+def test_what_no_seed_has_is_named():
+    rows = plan()["retrainings"]["resnet18-cskd"]
+    first, *others = rows
+    some = {42: found(models={first: model(0.4, 0.6)}), 43: found()}
+    assert not_run("resnet18-cskd", some).endswith(f"not run: {', '.join(others)}.")
+    assert not_run("resnet18-cskd", {42: found(models={name: model(0.4, 0.6) for name in rows})}) == ""
 
 
 def test_the_plan_is_whole():

@@ -48,7 +48,7 @@ def render() -> None:
         if any(len(found["models"]) > 1 for found in seeds.values()):
             draw(f"buys-{base}", frontier_figure(seeds))
             parts.append(
-                f"### What retraining {base} buys\n\n![Accuracy against leakage](claims/figures/buys-{base}.svg)\n\n{buys_table(seeds)}"
+                f"### What retraining {base} buys\n\n![Accuracy against leakage](claims/figures/buys-{base}.svg)\n\n{buys_table(seeds)}{not_run(base, seeds)}"
             )
         for seed, found in seeds.items():
             if "adaptive" in found:
@@ -57,6 +57,14 @@ def render() -> None:
                 )
     replace_between("claims", "\n\n".join(parts))
     print(f"wrote {PAGE} from {sum(map(len, results.values()))} result files")
+
+
+def not_run(base: str, seeds: Mapping[int, Mapping]) -> str:
+    """Rows of the plan that no seed has, since a table does not show what is not in it."""
+    names = [
+        n for n in plan()["retrainings"].get(base, {}) if not any(n in found["models"] for found in seeds.values())
+    ]
+    return f"\n\nIn the plan and not run: {', '.join(names)}." if names else ""
 
 
 def draw(name: str, svg: str) -> None:
@@ -214,7 +222,10 @@ def adaptive_table(found: Mapping) -> str:
     rows = []
     for name, model in found["adaptive"].items():
         before, strongest = found["models"][name]["strongest"], model["strongest"]
-        named = [shown(turned(model["attacks"][a]["auc"])) if a in model["attacks"] else "" for a in ("lira", "rmia")]
+        named = [
+            shown(turned(model["attacks"][a]["auc"])) if a in model["attacks"] else ""
+            for a in ("lira", "rmia_offline", "rmia")
+        ]
         rows.append(
             [
                 name,
@@ -231,6 +242,7 @@ def adaptive_table(found: Mapping) -> str:
         "AUC, confidence",
         "strongest with the half model",
         "LiRA",
+        "RMIA, offline",
         "RMIA",
         "strongest with the ensemble",
         "its TPR at 1 % FPR",
