@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.claims import verdicts
 from benchmarks.claims.__main__ import main
-from benchmarks.claims.render import adaptive_table, buys_table, not_run
+from benchmarks.claims.render import adaptive_table, block_table, buys_table, not_run
 from benchmarks.claims.verdicts import in_seeds, judge_all, leak, surely_better, turned
 from benchmarks.claims.work import plan
 from pptp.config import Recipe
@@ -176,6 +176,14 @@ def test_tables_give_intervals_for_one_seed_and_deviations_for_several():
     assert "0.410 ± 0.014" in buys_table(two)
     row = adaptive_table({**one[42], "adaptive": {"x": model(0.4, 0.65)}}).splitlines()[-1]
     assert "0.600 [0.590, 0.610]" in row and "0.650 [0.640, 0.660]" in row
+
+
+def test_blocks_are_shown_of_models_that_interpolate():
+    whole, part = found(), found(train=0.98)
+    for results in (whole, part):
+        results["risk"]["stages"][1]["blocks"] = [stage("layer4.0", 0.6, "undecided"), stage("layer4.1", 0.7, "risky")]
+    lines = block_table({"whole": whole, "part": part}).splitlines()[2:]
+    assert [line.split(" | ")[1] for line in lines] == ["layer4.0", "layer4.1"] and "| whole |" in lines[0]
 
 
 def test_what_no_seed_has_is_named():

@@ -43,6 +43,7 @@ def render() -> None:
             ["claim", "paper", "ours", "agrees"], [[v.claim, v.paper, v.ours, v.agrees] for v in judge_all(results)]
         ),
         "![Disparity per stage](claims/figures/where.svg)\n\n" + where_table(one),
+        f"<details><summary>Block by block</summary>\n\n{block_table(one)}\n\n</details>",
     ]
     for base, seeds in results.items():
         if any(len(found["models"]) > 1 for found in seeds.values()):
@@ -122,6 +123,18 @@ def where_table(one: Mapping[str, Mapping]) -> str:
         "by member gap",
     ]
     return table(header, rows)
+
+
+def block_table(one: Mapping[str, Mapping]) -> str:
+    """Distances after every block, of the bases whose two models interpolate."""
+    rows = [
+        [base, block["name"], *(shown(block["distances"][m]["auc"]) for m in ("rms", "cosine")), block["verdict"]]
+        for base, found in one.items()
+        if interpolates(found)
+        for s in found["risk"]["stages"]
+        for block in s.get("blocks", ())
+    ]
+    return table(["base", "block", "AUC, RMS", "AUC, cosine", "by distance"], rows)
 
 
 def where_figure(one: Mapping[str, Mapping]) -> str:
