@@ -290,7 +290,7 @@ def load_references(run: Run, procedure: str) -> References | None:
             members.append(torch.from_numpy(saved["members"]))
             views += [torch.from_numpy(saved["augmented"])] if "augmented" in saved else []
     size, target = int(members[0].sum()), len(run.splits.members)
-    like = "without a defense" if procedure == UNDEFENDED else f"like {procedure}, {_trunk(jobs[0], run)}"
+    like = "without a defense" if procedure == UNDEFENDED else f"like {procedure}, {_whose_trunk(jobs[0], run)}"
     source = f"{len(jobs)} reference models trained {like}, on {size} samples each (the target on {target}){unfinished(run, procedure)}"
     return References(
         np.arange(logits[0].shape[0]),
@@ -301,7 +301,7 @@ def load_references(run: Run, procedure: str) -> References | None:
     )
 
 
-def _trunk(job: Job, run: Run) -> str:
+def _whose_trunk(job: Job, run: Run) -> str:
     if job.own_cut:
         return "each with a trunk and cut of its own"
     return "from scratch as it was" if job.plan(run)["cut"] == SCRATCH else "each with a trunk of its own"

@@ -79,12 +79,12 @@ def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> 
         ("crossfit", ("weight=1.0",), short),
         ("relaxloss", (f"alpha={0.5 * math.log(classes):.3g}",), short),
     ]
-    many = ("selena", ("k=10", "l=3", "views=8", f"sub_epochs={round(0.35 * longer)}", "temperature=0.5"), longer)
+    selena = ("selena", ("k=10", "l=3", "views=8", f"sub_epochs={round(0.35 * longer)}", "temperature=0.5"), longer)
     early = cuts[:-1][:2] or cuts
     return [
         Setting(defense, settings, cut, "init", replace(trained, epochs=count, warmup_epochs=0))
         for cut in cuts
-        for defense, settings, count in [*steps, *([many] if cut in early else [])]
+        for defense, settings, count in [*steps, *([selena] if cut in early else [])]
     ]
 
 

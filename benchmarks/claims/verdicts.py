@@ -146,7 +146,8 @@ def _goal(results: Results) -> Verdict | None:
         f"{utility(_having(seeds, n), n)} ({_kept(_having(seeds, n), n):.3f} of undefended, {_seeds(_having(seeds, n))})"
         for n in (*shown_ones, rival)
     )
-    alone = sum(_kept(one, best) >= GOAL_ACCURACY and _mean_leak(one, best) <= GOAL_LEAK for one in _each(seeds))
+    each = [{seed: models} for seed, models in seeds.items()]
+    alone = sum(_kept(one, best) >= GOAL_ACCURACY and _mean_leak(one, best) <= GOAL_LEAK for one in each)
     met = "met" if alone == len(seeds) else f"met by the mean over seeds, alone by {alone} of {len(seeds)}"
     agrees = met if reached <= GOAL_LEAK else f"missed by {reached - GOAL_LEAK:.3f} of AUC"
     claim = f"at least {GOAL_ACCURACY:.0%} of the undefended test accuracy at confidence AUC {GOAL_LEAK} or below"
@@ -155,10 +156,6 @@ def _goal(results: Results) -> Verdict | None:
 
 def _having(seeds: Mapping[int, Mapping], name: str) -> dict[int, Mapping]:
     return {s: m for s, m in seeds.items() if name in m}
-
-
-def _each(seeds: Mapping[int, Mapping]) -> list[dict[int, Mapping]]:
-    return [{seed: models} for seed, models in seeds.items()]
 
 
 def _seeds(seeds: Mapping) -> str:
