@@ -16,7 +16,7 @@ from .data import Part
 from .ensemble import Job, record_ensemble, references_for, train_all, train_reference
 from .errors import UserError
 from .evaluate import Evaluation, applicable, default_attacks, evaluate, run_attacks
-from .frontier import Point, Setting, Sweep, choose, grid, pareto, refined
+from .frontier import Point, Setting, Sweep, check_rounds, choose, grid, pareto, refined
 from .frontier import table as frontier_table
 from .gate import Rule, fails, judge, junit
 from .intervals import Estimate, proportion
@@ -359,8 +359,7 @@ def frontier_run(
         raise UserError(f"target_auc is {target_auc}: it must lie between 0.5, no leak, and 1")
     if min_accuracy is not None and not 0 <= min_accuracy <= 1:
         raise UserError(f"min_accuracy is {min_accuracy}: it must lie between 0 and 1")
-    if rounds < 0:
-        raise UserError(f"rounds is {rounds}: it must be 0 or above")
+    check_rounds(rounds)
     recipe = retrain_recipe(run.experiment.recipe, recipe_changes)
     cuts = [resolve_cut(run, cut) for cut in cuts]
     settings = grid(defense, sweeps, list(dict.fromkeys(cuts)), rewind, recipe)

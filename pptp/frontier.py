@@ -94,6 +94,11 @@ def pareto(points: Sequence[Point]) -> list[Point]:
     ]
 
 
+def check_rounds(rounds: int) -> None:
+    if rounds < 0:
+        raise UserError(f"rounds is {rounds}: it must be 0 or above")
+
+
 def choose(points: Sequence[Point], target_auc: float | None, min_accuracy: float | None) -> Point | None:
     """The most accurate point that leaks no more than the target, or the least leaky that is accurate enough; None if there is none."""
     fit = [

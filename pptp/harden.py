@@ -11,7 +11,7 @@ from .cache import TrunkCache
 from .commands import adopt, localize_run, report_run, train_run, training_data
 from .config import Experiment, Recipe
 from .errors import UserError
-from .frontier import Point, Setting, Sweep, choose, pareto, refined
+from .frontier import Point, Setting, Sweep, check_rounds, choose, pareto, refined
 from .runs import UNDEFENDED, Run, write_json
 from .stages import SCRATCH
 
@@ -22,6 +22,7 @@ def harden_run(path: str, experiment: Experiment, target_auc: float, rounds: int
     """True if the chosen model leaks no more than the target, on samples that it was not chosen by."""
     if not 0.5 < target_auc < 1:
         raise UserError(f"target_auc is {target_auc}: it must lie between 0.5, no leak, and 1")
+    check_rounds(rounds)
     run = train_run(path, experiment, fresh)
     risk = localize_run(path, fresh=fresh)
     cuts = cuts_to_try(risk)

@@ -103,3 +103,5 @@ def test_the_whole_command(tmp_path, capsys):
 def test_bad_targets_are_refused_before_any_work(tmp_path, capsys):
     assert main(["harden", "test_resnet", "digits", "--run", str(tmp_path / "r"), "--target-auc", "0.4"]) == 2
     assert "between 0.5, no leak, and 1" in capsys.readouterr().err and not (tmp_path / "r").exists()
+    assert main(["harden", "test_resnet", "digits", "--run", str(tmp_path / "r"), "--rounds", "-1"]) == 2
+    assert "rounds is -1" in capsys.readouterr().err and not (tmp_path / "r").exists()
