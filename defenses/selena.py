@@ -17,7 +17,7 @@ from pptp.errors import UserError
 from pptp.models import atomically
 from pptp.outside import probabilities
 from pptp.retrain import Defense
-from pptp.training import Step, fit
+from pptp.training import Step, cross_entropy, fingerprint_of, fit
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Selena(Defense):
         members = indexed(data.members)
         left_out = leave_out(len(members), self.k, self.l, recipe.seed)  # (n, k) bool
         shared = any(getattr(module, "pptp_frozen", False) for module in model.modules())
-        folder = Path(checkpoint).with_suffix(".selena") if checkpoint else None
+        folder = data.shelf or (Path(checkpoint).with_suffix(".selena") if checkpoint else None)
         said, seconds = self._sub_models(model, members, left_out, recipe, folder)  # (k, n, classes)
         teacher = tempered(_mean_over(said, left_out), self.temperature)
         confidence = _in_out_confidence(said, left_out, members.labels)
@@ -119,20 +119,18 @@ def _sub_model(
     model: nn.Module, members: Dataset, rows: np.ndarray, recipe, k: int, views: int, folder: Path | None
 ) -> tuple[Tensor, float]:
     """Train sub-model k on `rows` of the members: its probabilities on all of them, (n, classes), and the seconds it took."""
-    saved = folder / f"said_{k}.pt" if folder else None
-    asked = {"rows": torch.as_tensor(rows), "views": views, "epochs": recipe.epochs}
+    part = Part(members, rows, f"sub-model {k}")
+    name = f"{fingerprint_of(model, part, recipe, cross_entropy)}-{views}"  # students of another length or temperature share it
+    saved = folder / f"said_{name}.pt" if folder else None
     if saved and saved.exists():
         there = torch.load(saved, weights_only=True)
-        if all(there.get(key) == asked[key] for key in ("views", "epochs")) and torch.equal(
-            there["rows"], asked["rows"]
-        ):
-            return there["said"], there["seconds"]
+        return there["said"], there["seconds"]
     started = time.perf_counter()
-    checkpoint = folder / f"sub_{k}.pt" if folder else None
-    fit(model, Part(members, rows, f"sub-model {k}"), recipe, checkpoint=checkpoint, title=f"selena sub-model {k + 1}")
+    checkpoint = folder / f"sub_{name}.pt" if folder else None
+    fit(model, part, recipe, checkpoint=checkpoint, title=f"selena sub-model {k + 1}")
     said, seconds = probabilities(model, members, views), time.perf_counter() - started
     if saved:
-        atomically(saved, lambda temporary: torch.save({**asked, "said": said, "seconds": seconds}, temporary))
+        atomically(saved, lambda temporary: torch.save({"said": said, "seconds": seconds}, temporary))
         checkpoint.unlink(missing_ok=True)
     return said, seconds
 

@@ -371,6 +371,7 @@ def frontier_run(
         near = choose(points, target_auc, min_accuracy) or min(points, key=lambda p: p.leak.value)
         more = _possible(sweep, refined(near.setting, [p.setting for p in points]))
         points += [_said(sweep.point(setting)) for setting in more]
+    sweep.clear_shelf()
     best = choose(points, target_auc, min_accuracy)
     print(frontier_table(points, best))
     print(f"Attacked with {sweep.references.source}.")
@@ -428,6 +429,7 @@ def _save_frontier(
             "attack": p.attack,
             "reported_accuracy": p.reported_accuracy.to_dict(),
             "reported_leak": p.reported_leak.to_dict(),
+            "reported_attack": p.reported_attack,
             "active": p.active,
             "seconds": p.seconds,
             "key": p.key,

@@ -35,6 +35,7 @@ def harden_run(path: str, experiment: Experiment, target_auc: float, rounds: int
     for _ in range(rounds):
         near = choose(points, target_auc, None) or min(points, key=lambda p: p.leak.value)
         points += [_said(sweep.point(setting)) for setting in around(near.setting, points)]
+    sweep.clear_shelf()
     best = choose(points, target_auc, None) or min(points, key=lambda p: p.leak.value)
     _keep(run, best, points, target_auc)
     evaluate_run(path)
@@ -90,12 +91,28 @@ def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> 
 
 
 def around(best: Setting, points: Sequence[Point]) -> list[Setting]:
-    """Values between the best one's and its neighbours', and a shorter and a longer training."""
+    """Values between the best one's and its neighbours', a shorter and a longer training, and softer and sharper labels of SELENA,
+    whose sub-models all of these share."""
     tried = [p.setting for p in points]
     alike = [s for s in tried if (s.defense, s.recipe) == (best.defense, best.recipe)]
     epochs = {max(2, best.recipe.epochs * 2 // 3 // 2 * 2), best.recipe.epochs * 4 // 3 // 2 * 2}
     lengths = [replace(best, recipe=replace(best.recipe, epochs=count)) for count in sorted(epochs)]
-    return [s for s in dict.fromkeys([*refined(best, alike), *lengths]) if s not in tried]
+    return [s for s in dict.fromkeys([*refined(best, alike), *lengths, *_temperatures(best)]) if s not in tried]
+
+
+def _temperatures(best: Setting) -> list[Setting]:
+    """A step sharper and a step softer."""
+    now = dict(text.split("=") for text in best.settings).get("temperature")
+    if best.defense != "selena" or now is None:
+        return []
+    return [
+        replace(best, settings=tuple(_with(text, "temperature", float(now) * by) for text in best.settings))
+        for by in (0.7, 1 / 0.7)  # there and back is the same number at three digits
+    ]
+
+
+def _with(text: str, name: str, value: float) -> str:
+    return f"{name}={value:.3g}" if text.startswith(f"{name}=") else text
 
 
 def label(setting: Setting) -> str:
@@ -125,6 +142,7 @@ def _keep(run: Run, best: Point, points: Sequence[Point], target_auc: float) -> 
             "attack": p.attack,
             "reported_accuracy": p.reported_accuracy.to_dict(),
             "reported_leak": p.reported_leak.to_dict(),
+            "reported_attack": p.reported_attack,
             "seconds": p.seconds,
             "chosen": p is best,
         }
@@ -152,7 +170,7 @@ def explanation(best: Point, points: Sequence[Point], target_auc: float) -> list
     return [
         f"Tried {len(points)} settings, {len(front)} of which no other beats in both accuracy and leakage.",
         f"Chosen: {label(best.setting)}: {why}.",
-        f"On the other half: test accuracy {best.reported_accuracy}, AUC {leak} by {best.attack}. The target of {target_auc:g} is {reached}.",
+        f"On the other half: test accuracy {best.reported_accuracy}, AUC {leak} by {best.reported_attack}, the strongest there (interval corrected for taking the strongest). The target of {target_auc:g} is {reached}.",
         f"{UNDEFENDED} and {NAME} are compared on all samples above; {NAME} was chosen by half of them, so trust the other half's figures for it.",
         *_teacher(best),
         "The frozen layers were trained on the members without protection, and attacks with reference models find more: run pptp ensemble with --procedure hardened before signing off.",
@@ -161,7 +179,7 @@ def explanation(best: Point, points: Sequence[Point], target_auc: float) -> list
 
 def _teacher(best: Point) -> list[str]:
     """What an attack with the half model as reference means where that model was a teacher."""
-    if best.setting.defense != "crossfit" or best.attack not in ("rmia_offline", "calibration"):
+    if best.setting.defense != "crossfit" or best.reported_attack not in ("rmia_offline", "calibration"):
         return []
     return [
         "Its strongest attack compares it with the half model, which was one of its teachers: reference models of an attacker's own may find more or less."

@@ -105,6 +105,9 @@ class TrainingData:
     members: Dataset
     reference: Dataset | None = None
     outside: Teachers | None = field(default=None, repr=False)  # models that speak of members they did not see
+    shelf: Path | None = (
+        None  # a folder for what other trainings on the same trunk can use again, named by all that made it
+    )
 
     def __post_init__(self):
         object.__setattr__(self, "members", indexed(self.members))  # once, so that labels are read once

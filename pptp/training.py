@@ -136,7 +136,7 @@ def fit(
     views = Augmented(data, recipe.seed) if recipe.augment else data
     order = EpochOrder(len(data), recipe.seed)
     loader = DataLoader(views, batch_sampler=Batches(order, recipe.batch_size, False), num_workers=recipe.workers)
-    fingerprint = _fingerprint(model, data, recipe, loss)
+    fingerprint = fingerprint_of(model, data, recipe, loss)
     optimizer = make_optimizer(model, recipe)
     schedule = _schedule(optimizer, recipe)
     with torch.random.fork_rng():
@@ -419,8 +419,8 @@ def _progress(title: str, recipe: Recipe, loader, epochs_done: int, accelerator)
     )
 
 
-def _fingerprint(model: nn.Module, data: Dataset, recipe: Recipe, loss: Loss) -> str:
-    """What must be the same for a checkpoint to be continued: recipe, samples, loss, starting and trained weights."""
+def fingerprint_of(model: nn.Module, data: Dataset, recipe: Recipe, loss: Loss) -> str:
+    """All that makes a training: recipe, samples, loss, starting and trained weights. A checkpoint is continued only where it is the same."""
     what = replace(recipe, device="auto", workers=0)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     owner = getattr(loss, "__self__", None)  # a defense: a dataclass whose repr tells its settings

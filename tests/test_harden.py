@@ -1,6 +1,7 @@
 """`pptp harden`: what it tries, what it chooses, and that it says so."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,7 @@ def point(weight, leak, accuracy, reported=None, epochs=6):
         "confidence",
         a,
         e if reported is None else Estimate(reported, reported - 0.02, reported + 0.02),
+        "confidence",
         1.0,
         1.0,
     )
@@ -66,6 +68,19 @@ def test_refines_between_neighbours_and_in_length():
     assert [(s.settings, s.recipe.epochs) for s in found] == [
         (("weight=0.7071",), 6), (("weight=1.0",), 4), (("weight=1.0",), 8),
     ]  # fmt: skip
+
+
+def test_refines_the_labels_of_selena_without_other_sub_models():
+    selena = [
+        s for s in ladder(["layer2", "layer3"], Recipe(epochs=60, batch_size=32), 20, 2500) if s.defense == "selena"
+    ]
+    found = around(selena[0], [replace(point(1.0, 0.55, 0.4), setting=selena[0])])
+    assert [(s.recipe.epochs, s.settings[-1]) for s in found] == [
+        (12, "temperature=0.5"), (26, "temperature=0.5"), (20, "temperature=0.35"), (20, "temperature=0.714"),
+    ]  # fmt: skip
+    assert {s.settings[:-1] for s in found} == {("k=10", "l=3", "views=8", "sub_epochs=7")}
+    back = around(found[2], [replace(point(1.0, 0.55, 0.4), setting=s) for s in (*selena, *found)])
+    assert "temperature=0.5" not in [s.settings[-1] for s in back if s.recipe.epochs == 20], "tried already"
 
 
 @pytest.mark.parametrize(
@@ -97,6 +112,7 @@ def test_the_whole_command(tmp_path, capsys):
     record, rows = read_json(run.folder("hardened") / "defense.json", ""), run.folder("hardened") / "history.jsonl"
     assert chosen.startswith(record["defense"]) and record["recipe"]["epochs"] == len(rows.read_text().splitlines())
     assert record["cost"]["seconds"] > 0 and not list(path.glob("frontier/*/checkpoint*"))
+    assert not (path / "frontier" / "shelf").exists(), "what points share is needed by no one now"
     assert main(["harden", "test_resnet", "digits", "--run", str(path), "--target-auc", "0.99", *flags]) == 0  # resumes
 
 

@@ -163,7 +163,7 @@ def test_selena_keeps_finished_sub_models_and_says_how_sure_they_are(
 ):
     start = copy.deepcopy(model)
     first = pptp.retrain(model, None, "layer4", Selena(k=3, l=1), splits, quick, checkpoint=tmp_path / "c.pt")
-    assert sorted(p.name for p in (tmp_path / "c.selena").iterdir()) == ["said_0.pt", "said_1.pt", "said_2.pt"]
+    assert [p.name[:5] for p in (tmp_path / "c.selena").iterdir()] == ["said_"] * 3
     assert "no teacher is a true non-member" in capsys.readouterr().out
     assert 0 <= first["out_confidence"] <= 1 and 0 <= first["in_confidence"] <= 1
     monkeypatch.setattr("defenses.selena.probabilities", None)  # a sub-model trained again would need it
@@ -189,6 +189,29 @@ def test_selena_does_not_reuse_sub_models_of_another_split(model, splits, quick,
         (tmp_path / f"{l}.pt").unlink()
         (tmp_path / f"{l}.selena").rename(tmp_path / f"{l + 1}.selena")  # as if it had been killed with other settings
     assert len(trained) == 8, "three sub-models and a student, twice"
+
+
+def test_selena_sub_models_on_a_shelf_serve_students_of_another_length_or_temperature(
+    model, splits, quick, tmp_path, monkeypatch
+):
+    """And no one else: sub-models of other samples, lengths, views or starting weights are others."""
+    trained, real = [], defenses.selena.fit
+    monkeypatch.setattr("defenses.selena.fit", lambda *a, **k: trained.append(k["title"]) or real(*a, **k))
+    data, first = replace(splits.for_defense(), shelf=tmp_path / "shelf"), Selena(k=2, l=1, sub_epochs=1)
+
+    def sub_models(defense, recipe=quick):
+        trained.clear()
+        pptp.retrain(copy.deepcopy(model), None, "head", defense, data, recipe)
+        return len(trained) - 1
+
+    assert sub_models(first) == 2
+    assert sub_models(first, replace(quick, epochs=3)) == 0
+    assert sub_models(replace(first, temperature=0.5)) == 0
+    for other in (replace(first, k=3), replace(first, sub_epochs=2), replace(first, views=1)):
+        assert sub_models(other) == other.k
+    with torch.no_grad():
+        model.fc.weight.add_(0.1)
+    assert sub_models(first) == 2
 
 
 def test_selena_sub_models_may_have_epochs_of_their_own(model, splits, quick, monkeypatch):

@@ -349,7 +349,7 @@ def test_pareto_and_choice():
     def point(accuracy, leak, alpha):
         setting = Setting("relaxloss", (f"alpha={alpha}",), "layer4", "init", pptp.Recipe())
         of = [Estimate(v, v, v) for v in (accuracy, leak)]
-        return Point(setting, *of, "confidence", *of, 1.0, 1.0)
+        return Point(setting, *of, "confidence", *of, "confidence", 1.0, 1.0)
 
     a, b, c, d = point(0.7, 0.8, 0.25), point(0.65, 0.6, 0.5), point(0.6, 0.65, 1.0), point(0.5, 0.52, 2.0)
     assert pareto([a, b, c, d]) == [a, b, d]
@@ -360,6 +360,34 @@ def test_pareto_and_choice():
     )
     values = sorted(float(s.settings[0][6:]) for s in refined(b.setting, [p.setting for p in (a, b, c, d)]))
     assert values == pytest.approx([0.3536, 0.7071], abs=1e-3)
+
+
+def test_a_point_is_reported_by_the_attack_that_is_strongest_where_it_was_not_chosen(tmp_path):
+    from pptp.frontier import Setting, _read_point
+    from pptp.runs import write_json
+
+    def e(value):
+        return {"value": value, "low": value - 0.03, "high": value + 0.03, "note": ""}
+
+    attacks = {"a": [e(0.6), e(0.52)], "b": [e(0.55), e(0.58)], "turned": [e(0.5), e(0.38)]}
+    write_json(
+        tmp_path / "point.json", {"attacks": attacks, "accuracy": [e(0.5), e(0.4)], "active": 1.0, "seconds": 1.0}
+    )
+    point = _read_point(tmp_path / "point.json", Setting("plain", (), "layer4", "init", pptp.Recipe()), "key")
+    assert (point.attack, point.leak.value) == ("a", 0.6)
+    assert (point.reported_attack, round(point.reported_leak.value, 3)) == ("turned", 0.62)
+
+
+def test_halves_of_a_point_share_no_sample_and_the_reported_one_has_the_wider_interval():
+    from pptp.evaluate import MembershipScores
+    from pptp.frontier import auc_of_half
+
+    members = np.arange(400) % 2 == 0
+    scores = MembershipScores(np.random.default_rng(0).normal(size=400) + members, members)
+    one, other = (auc_of_half(scores, half, 0.95) for half in (0, 1))
+    corrected = auc_of_half(scores, 1, 1 - 0.05 / 8)
+    assert one.value != other.value == corrected.value and corrected.low < other.low and corrected.high > other.high
+    assert scores.auc.value == pytest.approx((one.value + other.value) / 2, abs=0.03)
 
 
 def test_weights_do_not_depend_on_who_else_used_the_cache(trained, splits, quick):
