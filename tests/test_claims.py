@@ -19,7 +19,7 @@ def model(accuracy, auc, **more):
     return {
         "train_accuracy": estimate(0.9),
         "test_accuracy": estimate(accuracy),
-        "attacks": {"confidence": {"auc": estimate(auc)}},
+        "attacks": {"confidence": {"auc": estimate(auc)}, "correctness": {"auc": estimate(0.5)}},
         "strongest": {"attack": "confidence", "auc": estimate(auc), "tpr@0.01": estimate(0.02)},
         "references": "one",
         "cost": {"seconds": 10.0},
@@ -241,6 +241,29 @@ def test_cost_is_a_share_of_the_same_defense_from_scratch():
     assert judged(49.0, "retraining takes much less time") == "yes"
     assert judged(51.0, "retraining takes much less time") == "less than half of it in 0 of 1"
     assert said({"resnet18-plain": {42: found()}}, "retraining takes") is None
+
+
+def test_half_of_the_data_is_compared_with_relaxloss_on_all_of_it():
+    def judged(accuracy):
+        relaxed = model(accuracy, 0.6, defense="relaxloss", cut="scratch")
+        cell = {**found(models={"relaxloss-1-scratch": relaxed}), "half": {"test_accuracy": estimate(0.3)}}
+        return said(
+            {"resnet18-plain": {42: cell, 43: found(models={"relaxloss-1-scratch": relaxed})}}, "RelaxLoss on all"
+        )
+
+    assert [judged(a) for a in (0.35, 0.31, 0.25)] == [
+        "surely for 1 of 1", "surely for 0 of 1", "surely for 0 of 1, surely not for 1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mine", "answer"), [(0.6, "yes"), (0.65, "yes"), (0.55, "no: it surely does in 1 of 1")])
+def test_help_against_the_correctness_attack_must_be_sure(mine, answer):
+    rows = {
+        name: model(0.4, 0.6, attacks={a: {"auc": estimate(auc)} for a in ("confidence", "correctness")})
+        for name, auc in (("relaxloss-2-layer3", mine), ("relaxloss-2-scratch", 0.61))
+    }
+    rows = {n: {**m, "defense": "relaxloss", "cut": n.split("-")[-1], "rewind": "init"} for n, m in rows.items()}
+    assert said({"resnet18-augmented": {42: found(models=rows)}}, "PPTP does not help") == answer
 
 
 def test_harden_tries_the_row_that_has_the_evidence():

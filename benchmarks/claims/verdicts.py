@@ -190,6 +190,41 @@ def _features_move_more(results: Results) -> Verdict | None:
     return None
 
 
+def _half_of_the_data(results: Results) -> Verdict | None:
+    """Test accuracies of cross-entropy on half of the members against RelaxLoss on all, seed by seed."""
+    lines, wins, losses = [], [], []
+    for base in (AUGMENTED, PLAIN):
+        for seed, found in results.get(base, {}).items():
+            half = found.get("half", {}).get("test_accuracy")
+            relaxed = {n: m["test_accuracy"] for n, m in found["models"].items() if _rival(m)} if half else {}
+            wins += [e["low"] > half["high"] for e in relaxed.values()]
+            losses += [e["high"] < half["low"] for e in relaxed.values()]
+            if relaxed:
+                each = ", ".join(f"{name} {shown(e)}" for name, e in relaxed.items())
+                lines.append(f"{base}, seed {seed}: half of the data {shown(half)}, {each}")
+    if not lines:
+        return None
+    agrees = f"surely for {sum(wins)} of {len(wins)}" + (f", surely not for {sum(losses)}" if any(losses) else "")
+    claim = "RelaxLoss on all data is more accurate than cross-entropy on half of it"
+    return Verdict(claim, "Table 7: 0.476 against 0.441", "; ".join(lines), agrees)
+
+
+def _correctness(results: Results) -> Verdict | None:
+    """Guessing by right and wrong alone: RelaxLoss from the cut on against the same from scratch, seed by seed."""
+    lines, sure = [], []
+    for base in (AUGMENTED, PLAIN):
+        for pair in SAME_DEFENSE[:2]:
+            seeds = with_models(results, base, pair)
+            found = [[turned(m[name]["attacks"]["correctness"]["auc"]) for m in seeds.values()] for name in pair]
+            sure += [a["high"] < b["low"] for a, b in zip(*found)]
+            if seeds:
+                lines.append(f"{base}: " + ", ".join(f"{n} {spread(e)}" for n, e in zip(pair, found)))
+    if not lines:
+        return None
+    agrees = "yes" if not any(sure) else f"no: it surely does in {sum(sure)} of {len(sure)}"
+    return Verdict("PPTP does not help against the correctness attack", "section 5.2.2", "; ".join(lines), agrees)
+
+
 def _shares_of_time(results: Results) -> dict[str, float]:
     """Time of each defense from the cut on over the same from scratch, as they were run (the cut takes fewer epochs)."""
     shares = {}
@@ -249,6 +284,7 @@ OURS = ("crossfit", "plain", "selena")
 CLAIMS: list[Judge] = [
     *WHERE,
     _features_move_more,
+    _half_of_the_data,
     _beats(
         "retraining the last layer only leaks more than retraining the last stage",
         "Figure 12",
@@ -259,6 +295,7 @@ CLAIMS: list[Judge] = [
     _beats("rewinding beats fine-tuning", "section 5.2.1", "relaxloss-1.5-layer4", "relaxloss-1.5-finetune"),
     _beats_scratch(("relaxloss",), "RelaxLoss under PPTP beats RelaxLoss from scratch", "Figures 13 and 14"),
     _beats_scratch(("relaxloss",), "the same without augmentation", "Figures 13 and 14", PLAIN),
+    _correctness,
     *(
         _beats(f"{shown_as} under PPTP beats it from scratch", paper, mine, theirs, base)
         for shown_as, paper, mine, theirs in DEFENSES

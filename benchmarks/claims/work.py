@@ -12,9 +12,11 @@ import yaml
 from pptp.attacking import ensemble_run, evaluate_run
 from pptp.commands import localize_run, retrain_run, train_run
 from pptp.config import experiment
+from pptp.intervals import proportion
 from pptp.localize import distances
 from pptp.results import load_evaluation
 from pptp.runs import UNDEFENDED, Run, read_json, versions, write_json
+from pptp.signals import collect
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -67,6 +69,8 @@ def work(cell: Cell, data: str, runs: Path, only: tuple[str, ...] = ("",), log=N
     path = runs / cell.name
     with contextlib.redirect_stdout(log):
         run = train_run(str(path), experiment({**cell.settings, "data": data}))
+        if "half" not in cell.results():
+            keep_half(cell, run)
         if not cell.has_base:
             keep_risk(cell, localize_run(str(path)))
             keep_model(cell, run, UNDEFENDED)
@@ -95,6 +99,13 @@ def keep_risk(cell: Cell, risk: dict) -> None:
     }
     made = {key: value for key, value in cell.settings.items() if key != "data"}
     cell.keep(settings=made, versions=versions(), risk=kept)
+
+
+def keep_half(cell: Cell, run: Run) -> None:
+    """How accurate the model of half the data is."""
+    said = collect(run.model("half"), run.splits.test)
+    right = int((said.logits.argmax(1) == said.labels).sum())
+    cell.keep(half={"test_accuracy": proportion(right, len(said)).to_dict()})
 
 
 def keep_model(cell: Cell, run: Run, name: str) -> None:
