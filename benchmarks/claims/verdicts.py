@@ -221,7 +221,7 @@ def _correctness(results: Results) -> Verdict | None:
                 lines.append(f"{base}: " + ", ".join(f"{n} {spread(e)}" for n, e in zip(pair, found)))
     if not lines:
         return None
-    agrees = "yes" if not any(sure) else f"no: it surely does in {sum(sure)} of {len(sure)}"
+    agrees = "yes" if not any(sure) else f"in {len(sure) - sum(sure)} of {len(sure)}; in the others it surely does"
     return Verdict("PPTP does not help against the correctness attack", "section 5.2.2", "; ".join(lines), agrees)
 
 
