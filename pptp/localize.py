@@ -180,7 +180,7 @@ def _reported(parts, disparity, probed, train_accuracy, delta, samples, raw) -> 
 
     def judged(part: Stage, boundary: Stage, **more) -> StageRisk:
         found = disparity[boundary.name]
-        return StageRisk(part.name, found, _judge([found[m].auc.effect for m in METRICS], delta, powered), **more)
+        return StageRisk(part.name, found, judge([found[m].auc.effect for m in METRICS], delta, powered), **more)
 
     risks = tuple(
         judged(
@@ -260,7 +260,7 @@ def _pooled_accuracy(*right: np.ndarray) -> Estimate:
 # --- verdicts ------------------------------------------------------------------------------------
 
 
-def _judge(effects: Sequence[tuple[float, float]], delta: float, powered: bool) -> str:
+def judge(effects: Sequence[tuple[float, float]], delta: float, powered: bool) -> str:
     """Risky if any effect surely exceeds delta, safe if all surely stay below, else undecided."""
     if any(low > delta for low, _ in effects):
         return RISKY
@@ -268,7 +268,7 @@ def _judge(effects: Sequence[tuple[float, float]], delta: float, powered: bool) 
 
 
 def _gap_verdict(probe: Probe | None, delta: float, powered: bool) -> str:
-    return "" if probe is None else _judge([(probe.member_gap.low, probe.member_gap.high)], delta, powered)
+    return "" if probe is None else judge([(probe.member_gap.low, probe.member_gap.high)], delta, powered)
 
 
 def _cut(verdicts: Sequence[tuple[str, str]]) -> str:
@@ -280,12 +280,15 @@ def _cut(verdicts: Sequence[tuple[str, str]]) -> str:
 
 
 def _stall(risks: Sequence[StageRisk]) -> str:
-    """The stage after the last one whose probe gain is significant."""
-    probed = [r for r in risks if r.probe is not None]
-    growing = [i for i, r in enumerate(probed) if r.probe.gain is not None and r.probe.gain.low > 0]
-    if not probed or (growing and growing[-1] == len(probed) - 1):
+    return stall_of([(r.name, r.probe.gain) for r in risks if r.probe is not None])
+
+
+def stall_of(gains: Sequence[tuple[str, Estimate | None]]) -> str:
+    """The stage after the last one whose probe gain is significant; "" where the probes gain to the end, or there are none."""
+    growing = [i for i, (_, gain) in enumerate(gains) if gain is not None and gain.low > 0]
+    if not gains or (growing and growing[-1] == len(gains) - 1):
         return ""
-    return probed[growing[-1] + 1].name if growing else probed[0].name
+    return gains[growing[-1] + 1][0] if growing else gains[0][0]
 
 
 def _notes(risks, cut, strict, stall, accuracy, powered, delta, parts) -> tuple[str, ...]:
@@ -310,7 +313,7 @@ def _power_notes(accuracy: dict[str, Estimate], powered: bool) -> Iterator[str]:
 
 
 def _disagreements(r: StageRisk, delta: float, powered: bool) -> Iterator[str]:
-    rms, cosine = (_judge([r.distances[metric].auc.effect], delta, powered) for metric in METRICS)
+    rms, cosine = (judge([r.distances[metric].auc.effect], delta, powered) for metric in METRICS)
     if rms != cosine:
         yield f"{r.name}: the metrics disagree, RMS says {rms}, cosine says {cosine}; the worse counts."
     for metric in METRICS:

@@ -4,11 +4,14 @@ import pytest
 
 from benchmarks.claims import verdicts
 from benchmarks.claims.__main__ import main
-from benchmarks.claims.render import adaptive_table, block_table, buys_table, not_run
+from benchmarks.claims.pooling import DELTA, _stall, mean_of
+from benchmarks.claims.render import adaptive_table, block_table, buys_table, load, not_run
 from benchmarks.claims.verdicts import in_seeds, judge_all, leak, surely_better, turned
 from benchmarks.claims.work import plan
 from pptp.config import Recipe
 from pptp.harden import ladder
+from pptp.intervals import Estimate
+from pptp.localize import judge
 
 
 def estimate(value, width=0.01):
@@ -256,7 +259,9 @@ def test_half_of_the_data_is_compared_with_relaxloss_on_all_of_it():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mine", "answer"), [(0.6, "yes"), (0.65, "yes"), (0.55, "in 0 of 1; in the others it surely does")])
+@pytest.mark.parametrize(
+    ("mine", "answer"), [(0.6, "yes"), (0.65, "yes"), (0.55, "in 0 of 1; in the others it surely does")]
+)
 def test_help_against_the_correctness_attack_must_be_sure(mine, answer):
     rows = {
         name: model(0.4, 0.6, attacks={a: {"auc": estimate(auc)} for a in ("confidence", "correctness")})
@@ -273,3 +278,53 @@ def test_harden_tries_the_row_that_has_the_evidence():
     recipe = Recipe(epochs=base["epochs"], batch_size=base["batch_size"])
     tried = ladder([row["cut"]], recipe, base["limit_classes"], base["members"])[-1]
     assert (tried.defense, list(tried.settings), tried.recipe.epochs) == (row["defense"], row["set"], row["epochs"])
+
+
+def test_seeds_together_decide_what_one_alone_cannot():
+    """0.47 ± 0.022 is undecided; two such seeds, independent, have an interval narrower by the root of two, within 0.05 of 1/2."""
+
+    def seed(value, verdict="undecided"):
+        results = found()
+        results["risk"]["stages"][0] = {**stage("layer3", value, verdict), "distances": distances_of(value, 0.022)}
+        return results
+
+    one, two = {43: seed(0.470)}, {43: seed(0.470), 44: seed(0.480)}
+    plain = {"resnet18-plain": {42: found()}}
+    claim = "augmentation does not move it"
+    assert said({**plain, "resnet18-augmented": one}, claim).startswith("cannot be said: undecided at layer3")
+    assert said({**plain, "resnet18-augmented": two}, claim) == "yes"
+    apart = {43: seed(0.40), 44: seed(0.55)}
+    assert said({**plain, "resnet18-augmented": apart}, claim).startswith("cannot be said"), (
+        "seeds that differ by more than chance"
+    )
+
+
+def distances_of(value, width):
+    auc = {**estimate(value, width), "note": ""}
+    effect = list(Estimate(**auc).effect)
+    return {metric: {"auc": auc, "effect": effect} for metric in ("rms", "cosine")}
+
+
+def test_the_mean_of_seeds_has_the_interval_of_a_mean():
+    same = [estimate(0.6, 0.02)] * 4
+    assert mean_of(same)["high"] == pytest.approx(0.61) and mean_of(same)["low"] == pytest.approx(0.59)
+    assert mean_of(same[:1]) == same[0]
+    apart = mean_of([estimate(0.5, 0.001), estimate(0.7, 0.001)])
+    assert apart["high"] - apart["value"] == pytest.approx(1.96 * 0.1, abs=1e-3), "what differs between seeds counts"
+
+
+@pytest.mark.parametrize(
+    "risk",
+    [
+        pytest.param(found["risk"], id=f"{base}-{seed}")
+        for base, seeds in load().items()
+        for seed, found in seeds.items()
+    ],
+)
+def test_recorded_verdicts_are_those_of_localize(risk):
+    """Pooled seeds are judged by the same rule, with the same delta, as the single ones were."""
+    blocks = [block for part in risk["stages"] for block in part["blocks"]]
+    for part in (*risk["stages"], *blocks):
+        effects = [Estimate(**d["auc"]).effect for d in part["distances"].values()]
+        assert part["verdict"] == judge(effects, DELTA, risk["powered"])
+    assert risk["stall"] == _stall(risk["stages"])

@@ -17,10 +17,10 @@ from pptp.localize import (
     StageRisk,
     _cut,
     _disparity,
-    _judge,
     _stall,
     distances,
     feature_distances,
+    judge,
     weight_similarity,
 )
 from pptp.probes import Probe, _paired_gain, pooled_features, probe
@@ -229,7 +229,7 @@ def test_null_is_one_half_and_verdicts_hold_it():
     found = [_disparity(rng.normal(size=500), rng.normal(size=500)) for _ in range(200)]
     assert 0.90 <= np.mean([d.auc.low <= 0.5 <= d.auc.high for d in found]) <= 0.99
     assert np.mean([d.ks_p < 0.05 for d in found]) <= 0.08
-    assert not any(_judge([d.auc.effect], 0.05, True) == RISKY for d in found)
+    assert not any(judge([d.auc.effect], 0.05, True) == RISKY for d in found)
 
 
 def test_different_initial_weights_are_refused(splits):
@@ -281,10 +281,10 @@ def test_probe_features_are_averaged_over_positions_whatever_the_layout(name, ch
 
 
 def test_verdict_rules():
-    assert _judge([(0.06, 0.10), (0.00, 0.02)], 0.05, True) == RISKY
-    assert _judge([(0.00, 0.04), (0.00, 0.02)], 0.05, True) == SAFE
-    assert _judge([(0.00, 0.04), (0.00, 0.06)], 0.05, True) == UNDECIDED
-    assert _judge([(0.00, 0.04)], 0.05, False) == UNDECIDED
+    assert judge([(0.06, 0.10), (0.00, 0.02)], 0.05, True) == RISKY
+    assert judge([(0.00, 0.04), (0.00, 0.02)], 0.05, True) == SAFE
+    assert judge([(0.00, 0.04), (0.00, 0.06)], 0.05, True) == UNDECIDED
+    assert judge([(0.00, 0.04)], 0.05, False) == UNDECIDED
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from .pooling import mean_of, pool
+
 INTERPOLATES = 0.99  # training accuracy of both models, before anything is said about where they memorise
 HARDLY = 0.03  # a change of test accuracy that the paper calls insignificant (Table 3 spans 0.025)
 
@@ -23,17 +25,23 @@ class Verdict:
 Judge = Callable[[Results], Verdict | None]
 
 
-def first(results: Results, base: str) -> Mapping:
-    """Of the first seed whose two models interpolate, else of the first; {} if the base is not there."""
-    seeds = [results[base][seed] for seed in sorted(results.get(base, {}))]
-    return next(filter(interpolates, seeds), seeds[0] if seeds else {})
+def telling(results: Results, base: str) -> dict[int, Mapping]:
+    """The seeds whose two models interpolate, else the first; {} if the base is not there."""
+    seeds = dict(sorted(results.get(base, {}).items()))
+    return {seed: found for seed, found in seeds.items() if interpolates(found)} or dict(list(seeds.items())[:1])
+
+
+def pooled(results: Results, base: str) -> Mapping:
+    """Those seeds as one; {} if the base is not there."""
+    seeds = telling(results, base)
+    return pool(list(seeds.values())) if seeds else {}
 
 
 def shown(e: Mapping) -> str:
     return f"{e['value']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"
 
 
-# --- where, by one seed of each base ---------------------------------------------------------
+# --- where, over the seeds that can tell ---------------------------------------------------------
 
 
 def last_stage(results: Mapping) -> Mapping:
@@ -80,13 +88,13 @@ def effect(found: Mapping) -> tuple[float, float]:
 
 def able(results: Results, names: Sequence[str]) -> dict[str, Mapping]:
     """Those that are there and interpolate."""
-    found = {n: first(results, n) for n in names}
+    found = {n: pooled(results, n) for n in names}
     return {n: r for n, r in found.items() if interpolates(r)}
 
 
 def behind(results: Results, names: Sequence[str]) -> str:
     """Those that are there and do not interpolate, with their training accuracies."""
-    found = {n: first(results, n) for n in names}
+    found = {n: pooled(results, n) for n in names}
     return ", ".join(
         f"{n} (full {r['risk']['train_accuracy']['full']['value']:.3f}, half {r['risk']['train_accuracy']['half']['value']:.3f})"
         for n, r in found.items()
@@ -95,7 +103,7 @@ def behind(results: Results, names: Sequence[str]) -> str:
 
 
 def _early_stages_safe(results: Results) -> Verdict | None:
-    r = first(results, PLAIN)
+    r = pooled(results, PLAIN)
     if not interpolates(r):
         return None
     early = {s["name"]: s["verdict"] for s in r["risk"]["stages"][:-2]}
@@ -108,7 +116,7 @@ def _early_stages_safe(results: Results) -> Verdict | None:
 
 
 def _last_stage_risky(results: Results) -> Verdict | None:
-    r = first(results, PLAIN)
+    r = pooled(results, PLAIN)
     if not interpolates(r):
         return None
     found = last_stage(r)
@@ -129,7 +137,7 @@ def _same_place(claim: str, paper: str, names: Sequence[str]) -> Judge:
     """The first stage with a sure disparity is the same for all of these bases."""
 
     def judge(results: Results) -> Verdict | None:
-        there = [n for n in names if first(results, n)]
+        there = [n for n in names if pooled(results, n)]
         found = able(results, names)
         if len(there) < 2:
             return None
@@ -175,11 +183,11 @@ def _deeper_vgg_earlier(results: Results) -> Verdict | None:
 def _token_mixers_early(results: Results) -> Verdict | None:
     claim, paper = "token mixers: disparity starts in stage 3 of 4", "Figure 11 (Active Token Mixer)"
     name = "pvt-plain"
-    if not first(results, name):
+    if not pooled(results, name):
         return None
     if not able(results, [name]):
         return Verdict(claim, paper, f"not interpolating: {behind(results, [name])}", "cannot be said")
-    r = first(results, name)
+    r = pooled(results, name)
     stages = [s["name"] for s in r["risk"]["stages"]]
     ours = f"PVT-v2-b1 {begins(r)}, of {', '.join(stages)}"
     doubtful = doubts({name: r})
@@ -200,12 +208,16 @@ def _stall(results: Results) -> Verdict | None:
 
 
 def _accuracy_of(claim: str, paper: str, names: Sequence[str], judge_it: Callable[[list[Mapping]], str]) -> Judge:
-    """Test accuracies of the undefended models of these bases, in this order."""
+    """Test accuracies of the undefended models of these bases, in this order, over the seeds that all of them have."""
 
     def judge(results: Results) -> Verdict | None:
-        found = {n: first(results, n)["models"]["undefended"]["test_accuracy"] for n in names if first(results, n)}
-        if len(found) < 2:
+        there = [n for n in names if results.get(n)]
+        shared = set.intersection(*(set(results[n]) for n in there)) if len(there) > 1 else set()
+        if not shared:
             return None
+        found = {
+            n: mean_of([results[n][s]["models"]["undefended"]["test_accuracy"] for s in sorted(shared)]) for n in there
+        }
         ours = ", ".join(f"{n} {shown(e)}" for n, e in found.items())
         return Verdict(claim, paper, ours, judge_it(list(found.values())))
 

@@ -79,7 +79,7 @@ def work(cell: Cell, data: str, runs: Path, only: tuple[str, ...] = ("",), log=N
             retrain_run(
                 str(path),
                 {row["defense"]: row.get("set", [])},
-                {"epochs": epochs_of(cell, row)},
+                {"epochs": epochs_of(cell, row), **row.get("recipe", {})},
                 row["cut"],
                 row.get("rewind", "init"),
                 name,
