@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.claims import verdicts
+from benchmarks.claims import cost, verdicts
 from benchmarks.claims.__main__ import main
 from benchmarks.claims.pooling import DELTA, _stall, mean_of
 from benchmarks.claims.render import adaptive_table, block_table, buys_table, load, not_run
 from benchmarks.claims.verdicts import in_seeds, judge_all, leak, surely_better, turned
-from benchmarks.claims.work import plan
+from benchmarks.claims.work import Cell, plan
 from pptp.config import Recipe
 from pptp.harden import ladder
 from pptp.intervals import Estimate
@@ -206,13 +206,13 @@ def test_the_plan_is_whole():
     for base, rows in made["retrainings"].items():
         for row in rows.values():
             make_defense(row["defense"], row.get("set", []))
-        pairs = [p for p in [*verdicts.SAME_DEFENSE, *(d[2:] for d in verdicts.DEFENSES)] if set(p) <= set(rows)]
+        pairs = [p for p in [*cost.SAME_DEFENSE, *(d[2:] for d in verdicts.DEFENSES)] if set(p) <= set(rows)]
         for mine, theirs in ((rows[a], rows[b]) for a, b in pairs):
             assert (mine["defense"], settings(mine)) == (theirs["defense"], settings(theirs))
         assert pairs or base == "resnet18-cskd"
     named = set(made["retrainings"]["resnet18-augmented"])
     rows = [set(rows) for rows in made["retrainings"].values()]
-    assert all(any(set(pair) <= names for names in rows) for pair in verdicts.SAME_DEFENSE)
+    assert all(any(set(pair) <= names for names in rows) for pair in cost.SAME_DEFENSE)
     assert {"relaxloss-1.5-layer4", "relaxloss-1.5-head", "relaxloss-1.5-finetune"} <= named
     assert set(made["ensembles"]["resnet18-augmented"]["procedures"]) <= named | {"undefended"}
 
@@ -233,17 +233,39 @@ def test_a_wrong_argument_is_named(arguments, sentence, monkeypatch):
         main()
 
 
-def test_cost_is_a_share_of_the_same_defense_from_scratch():
-    def judged(seconds, claim):
-        rows = {name: model(0.3, 0.7, cut=cut, defense="advreg", rewind="init", cost={"seconds": s})
-                for name, cut, s in (("advreg-3-layer4", "layer4", seconds), ("advreg-3-scratch", "scratch", 100.0))}  # fmt: skip
-        return said({"resnet18-plain": {42: found(models=rows)}}, claim)
+def test_costs_are_judged_pair_by_pair():
+    def judged(times, claim):
+        pairs = {f"pair {i}": {"time": t, "memory": t + 0.5} for i, t in enumerate(times)}
+        return next(v.agrees for v in cost.verdicts(pairs) if v.claim.startswith(claim))
 
-    assert judged(19.0, "retraining takes at most 0.2") == "met"
-    assert judged(21.0, "retraining takes at most 0.2") == "met in 0 of 1"
-    assert judged(49.0, "retraining takes much less time") == "yes"
-    assert judged(51.0, "retraining takes much less time") == "less than half of it in 0 of 1"
-    assert said({"resnet18-plain": {42: found()}}, "retraining takes") is None
+    assert judged([0.1, 0.2], "retraining takes at most 0.2") == "met"
+    assert judged([0.1, 0.21], "retraining takes at most 0.2") == "met in 1 of 2"
+    assert judged([0.1, 0.49], "retraining takes less than half") == "yes"
+    assert judged([0.1, 0.51], "retraining takes less than half") == "in 1 of 2"
+    assert judged([0.1, 0.51], "retraining needs less memory") == "in 1 of 2"
+    assert cost.verdicts({}) == []
+
+
+def test_what_a_pair_costs(monkeypatch):
+    """Time of an epoch times epochs; the base's own epochs beside it, in the currency of a defense from scratch."""
+    cell = Cell("resnet18-augmented", 42)
+    took = {"layer3": 1.0, "scratch": 4.0}
+    monkeypatch.setattr(cost, "seconds", lambda cell, row: took[row["cut"]])
+    monkeypatch.setattr(cost, "peak_mb", lambda base, name: 50.0 if "layer3" in name else 100.0)
+    row = cost._pair(cell, "relaxloss-2-layer3", "relaxloss-2-scratch", 2.0, 3)
+    assert row["epochs"] == [20, 60] and row["time_of_an_epoch"] == 0.25 and row["memory"] == 0.5
+    assert row["time"] == pytest.approx(0.25 * 20 / 60) and row["time_with_the_base"] == pytest.approx(0.25 / 3 + 0.5)
+
+
+@pytest.mark.parametrize("defense", ["crossfit", "selena"])
+def test_a_retraining_is_timed_for_real(defense, monkeypatch):
+    monkeypatch.setattr(cost, "MEMBERS", 60)
+    monkeypatch.setattr(
+        Cell,
+        "settings",
+        {"model": "test_resnet", "img_size": 32, "limit_classes": 4, "batch_size": 20, "data": "digits"},
+    )
+    assert cost.seconds(Cell("any", 42), {"defense": defense, "cut": "layer4"}) > 0
 
 
 def test_half_of_the_data_is_compared_with_relaxloss_on_all_of_it():

@@ -11,6 +11,7 @@ from pptp.frontier import Point, Setting
 from pptp.harden import around, cuts_to_try, explanation, ladder
 from pptp.intervals import Estimate
 from pptp.models import read_weights, weights_digest
+from pptp.procedures import make_defense
 from pptp.runs import Run, read_json
 
 STAGES = ["stem", "layer1", "layer2", "layer3", "layer4", "head"]
@@ -70,17 +71,36 @@ def test_refines_between_neighbours_and_in_length():
     ]  # fmt: skip
 
 
-def test_refines_the_labels_of_selena_without_other_sub_models():
-    selena = [
-        s for s in ladder(["layer2", "layer3"], Recipe(epochs=60, batch_size=32), 20, 2500) if s.defense == "selena"
-    ]
-    found = around(selena[0], [replace(point(1.0, 0.55, 0.4), setting=selena[0])])
+def selena_settings():
+    recipe = Recipe(epochs=60, batch_size=32)
+    return [s for s in ladder(["layer2", "layer3"], recipe, 20, 2500) if s.defense == "selena"]
+
+
+def tried(*settings):
+    return [replace(point(1.0, 0.55, 0.4), setting=s) for s in settings]
+
+
+def test_refines_the_labels_of_selena():
+    """Softer and sharper ones from the same sub-models, and ones from twice as many."""
+    (selena,) = selena_settings()
+    found = around(selena, tried(selena))
     assert [(s.recipe.epochs, s.settings[-1]) for s in found] == [
-        (12, "temperature=0.5"), (26, "temperature=0.5"), (20, "temperature=0.35"), (20, "temperature=0.714"),
+        (12, "temperature=0.5"), (26, "temperature=0.5"), (20, "temperature=0.35"), (20, "temperature=0.714"), (20, "temperature=0.5"),
     ]  # fmt: skip
-    assert {s.settings[:-1] for s in found} == {("k=10", "l=3", "views=8", "sub_epochs=7")}
-    back = around(found[2], [replace(point(1.0, 0.55, 0.4), setting=s) for s in (*selena, *found)])
+    *same, more = found
+    assert {s.settings[:-1] for s in same} == {("k=10", "l=3", "views=8", "sub_epochs=7")}
+    assert more.settings[:-1] == ("k=20", "l=6", "views=8", "sub_epochs=7")
+    back = around(found[2], tried(selena, *found))
     assert "temperature=0.5" not in [s.settings[-1] for s in back if s.recipe.epochs == 20], "tried already"
+
+
+def test_the_number_of_sub_models_is_doubled_once_and_never_halfway():
+    (selena,) = selena_settings()
+    *_, more = first = around(selena, tried(selena))
+    found = around(more, tried(selena, *first))
+    assert found and {s.settings[:2] for s in found} == {("k=20", "l=6")}
+    for setting in found:
+        make_defense(setting.defense, setting.settings)
 
 
 @pytest.mark.parametrize(

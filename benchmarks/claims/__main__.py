@@ -3,6 +3,7 @@
     python -m benchmarks.claims work --data path/to/tiny-imagenet-40.tar                       # everything, one seed
     python -m benchmarks.claims work --data ... --base resnet18-augmented --seeds 42,43,44     # more seeds of one base
     python -m benchmarks.claims attack --base resnet18-augmented --seeds 43                    # reference models by the whole procedure, after work
+    python -m benchmarks.claims cost                                                           # time and memory, PPTP over scratch; wants a quiet machine
     python -m benchmarks.claims status                                                         # what is there, what is missing
     python -m benchmarks.claims render                                                         # tables and figures from whatever is there
 
@@ -21,7 +22,7 @@ from .work import Cell, attack, plan, work
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("work", "attack", "status", "render"))
+    parser.add_argument("action", choices=("work", "attack", "cost", "status", "render"))
     parser.add_argument("--data", help="the images, for work")
     parser.add_argument("--base", action="append", default=[], help="only this base; may be repeated")
     parser.add_argument("--seeds", default="42", help="e.g. 42,43,44 (42)")
@@ -32,6 +33,10 @@ def main() -> None:
         from .render import render
 
         return render()
+    if arguments.action == "cost":
+        from .cost import measure
+
+        return measure()
     unknown = [base for base in arguments.base if base not in plan()["bases"]]
     if unknown:
         sys.exit(f"there is no base called {', '.join(unknown)}: plan.yaml has {', '.join(plan()['bases'])}")

@@ -11,6 +11,7 @@ import numpy as np
 
 from pptp.plots import GREY, INK, MODEL_COLOURS, RISK, SEEN, as_svg, canvas, error_bars
 
+from . import cost
 from .verdicts import judge_all, leak, spread, turned
 from .where import INTERPOLATES, interpolates, pooled, shown, telling
 from .work import HERE, RESULTS, plan
@@ -33,7 +34,7 @@ def load() -> dict[str, dict[int, dict]]:
 
 
 def render() -> None:
-    results = load()
+    results, costs = load(), cost.load()
     one = {base: pooled(results, base) for base in results}
     seeds_of = {base: list(telling(results, base)) for base in results}
     FIGURES.mkdir(exist_ok=True)
@@ -41,7 +42,8 @@ def render() -> None:
     parts = [
         "Paper against ours (where: the seeds whose two models interpolate, together; what it buys: all seeds, mean and standard deviation):\n\n"
         + table(
-            ["claim", "paper", "ours", "agrees"], [[v.claim, v.paper, v.ours, v.agrees] for v in judge_all(results)]
+            ["claim", "paper", "ours", "agrees"],
+            [[v.claim, v.paper, v.ours, v.agrees] for v in judge_all(results) + cost.verdicts(costs)],
         ),
         "![Disparity per stage](claims/figures/where.svg)\n\n" + where_table(one, seeds_of),
         f"<details><summary>Block by block</summary>\n\n{block_table(one)}\n\n</details>",
@@ -57,6 +59,8 @@ def render() -> None:
                 parts.append(
                     f"#### {base}, seed {seed}: attacked with reference models of the attacker's own\n\n{adaptive_table(found)}"
                 )
+    if costs:
+        parts.append(f"### What retraining costs over the same defense from scratch\n\n{cost_table(costs)}")
     replace_between("claims", "\n\n".join(parts))
     print(f"wrote {PAGE} from {sum(map(len, results.values()))} result files")
 
@@ -263,6 +267,21 @@ def adaptive_table(found: Mapping) -> str:
         "reference models",
     ]
     return table(header, rows)
+
+
+def cost_table(costs: Mapping[str, Mapping]) -> str:
+    rows = [
+        [
+            name,
+            " / ".join(map(str, row["epochs"])),
+            *(f"{row[k]:.2f}" for k in ("time_of_an_epoch", "time", "time_with_the_base", "memory")),
+        ]
+        for name, row in costs.items()
+    ]
+    return table(
+        ["pair", "epochs", "time of an epoch", "time of all", "time of all and of training the base", "peak memory"],
+        rows,
+    )
 
 
 def kind_of(name: str) -> str:

@@ -1,0 +1,158 @@
+"""What a retraining costs over the same defense from scratch: time and memory, each pair measured in turn in one run on made images.
+
+Accuracy and leakage need whole trainings, which share a machine with others and so have no time worth quoting. Here a few epochs of
+each side are timed alternately, and what an epoch takes is multiplied by the epochs of the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import psutil
+import torch
+
+import pptp
+from pptp.config import experiment
+from pptp.data import Pool
+from pptp.outside import Teachers
+from pptp.procedures import make_defense
+from pptp.runs import measured, read_json, versions, write_json
+from pptp.splits import TrainingData
+
+from .where import AUGMENTED, PLAIN, Verdict
+from .work import HERE, Cell, epochs_of
+
+PATH = HERE / "cost.json"
+GOAL = 0.2
+EPOCHS = 2  # RelaxLoss alternates between two kinds
+MEMBERS = 256
+SAME_DEFENSE = (
+    ("relaxloss-1-layer3", "relaxloss-1-scratch"),
+    ("relaxloss-2-layer3", "relaxloss-2-scratch"),
+    ("relaxloss-2.5-layer3", "relaxloss-2.5-scratch"),
+    ("advreg-3-layer4", "advreg-3-scratch"),
+    ("selena-layer4", "selena-scratch"),
+    ("selena-10-layer2", "selena-10-scratch"),
+    ("dpsgd-8-layer4", "dpsgd-8-scratch"),
+    ("crossfit-1-layer2", "crossfit-1-scratch"),
+)
+FEWER = {"selena": ["k=3", "l=1", f"sub_epochs={EPOCHS}"]}  # of sub-models, on both sides alike
+
+
+def measure(rounds: int = 3) -> None:
+    """Time and memory of every pair of the plan, kept in cost.json."""
+    rows = {}
+    for base in (AUGMENTED, PLAIN):
+        cell = Cell(base, 42)
+        plain = statistics.median(seconds(cell, {"defense": "plain", "cut": "scratch"}) for _ in range(rounds))
+        for mine, theirs in (pair for pair in SAME_DEFENSE if set(pair) <= set(cell.retrainings)):
+            rows[f"{base} {mine} / {theirs}"] = row = _pair(cell, mine, theirs, plain, rounds)
+            print(f"{base} {mine}: {row}", file=sys.stderr, flush=True)
+            write_json(PATH, {"pairs": rows, "threads": torch.get_num_threads(), "versions": versions()})
+
+
+def _pair(cell: Cell, mine: str, theirs: str, plain: float, rounds: int) -> dict:
+    """plain: seconds of `EPOCHS` epochs of plain training of the whole model, in the same run."""
+    ours, other = cell.retrainings[mine], cell.retrainings[theirs]
+    timed = [(seconds(cell, ours), seconds(cell, other)) for _ in range(rounds)]
+    an_epoch = statistics.median(a / b for a, b in timed)
+    epochs = epochs_of(cell, ours), epochs_of(cell, other)
+    base = cell.settings["epochs"] * plain / (epochs[1] * statistics.median(b for _, b in timed))
+    return {
+        "epochs": list(epochs),
+        "time_of_an_epoch": an_epoch,
+        "time": an_epoch * epochs[0] / epochs[1],
+        "time_with_the_base": an_epoch * epochs[0] / epochs[1] + base,
+        "memory": peak_mb(cell.base, mine) / peak_mb(cell.base, theirs),
+    }
+
+
+def seconds(cell: Cell, row: Mapping) -> float:
+    """Of `EPOCHS` epochs of one retraining, with what it keeps of its frozen layers, as the command does it."""
+    made = experiment(cell.settings)
+    classes, size = made.source.limit_classes, made.source.img_size
+    splits = made_splits(classes, size)
+    model, half, other = (pptp.create(made.model, classes, size) for _ in range(3))
+    parts = pptp.stages(model, (3, size, size))
+    defense = make_defense(row["defense"], [*row.get("set", []), *FEWER.get(row["defense"], [])])
+    data = replace(splits.for_defense(), outside=Teachers(half, other, splits.h1, splits.h2))
+    recipe = replace(made.recipe, epochs=EPOCHS, lr=0.001)
+    return _timed(model, row["cut"], defense, data, recipe, parts)
+
+
+def _timed(model, cut: str, defense, data: TrainingData, recipe, parts) -> float:
+    started = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        pptp.retrain(model, None, cut, defense, data, recipe, parts=parts)
+    return time.perf_counter() - started
+
+
+def made_splits(classes: int, size: int) -> pptp.Splits:
+    rng = np.random.default_rng(0)
+    pixels = torch.tensor(rng.integers(0, 255, (2 * MEMBERS, 3, size, size)), dtype=torch.uint8)
+    pool = Pool(pixels, np.arange(2 * MEMBERS) % classes, (0.5,) * 3, (0.25,) * 3)
+    return pptp.split(pool, MEMBERS, MEMBERS // 4, MEMBERS // 4, MEMBERS // 4)
+
+
+def peak_mb(base: str, name: str) -> float:
+    """Memory that training adds to a fresh process."""
+    command = f"from benchmarks.claims.cost import print_peak; print_peak({base!r}, {name!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True, cwd=HERE.parent.parent
+    )
+    return float(done.stdout.splitlines()[-1])
+
+
+def print_peak(base: str, name: str) -> None:
+    cell = Cell(base, 42)
+    before, cost = psutil.Process().memory_info().rss / 2**20, {}
+    with measured(cost, every=0.005):
+        seconds(cell, cell.retrainings[name])
+    print(cost["peak_mb"] - before)
+
+
+# --- what follows from it ------------------------------------------------------------------------
+
+
+def load() -> dict[str, dict]:
+    """pair -> what was measured."""
+    return read_json(PATH, "")["pairs"] if PATH.exists() else {}
+
+
+def verdicts(pairs: Mapping[str, Mapping]) -> list[Verdict]:
+    return [judge(pairs) for judge in (_faster, _smaller, _goal)] if pairs else []
+
+
+def _listed(pairs: Mapping[str, Mapping], what: str) -> str:
+    return ", ".join(f"{name} {row[what]:.2f}" for name, row in pairs.items())
+
+
+def _counted(pairs: Mapping[str, Mapping], what: str, most: float) -> str:
+    below = sum(row[what] < most for row in pairs.values())
+    return "yes" if below == len(pairs) else f"in {below} of {len(pairs)}"
+
+
+def _faster(pairs: Mapping[str, Mapping]) -> Verdict:
+    claim = "retraining takes less than half the time of the same defense from scratch, its base left out"
+    return Verdict(claim, "Figure 16, section 5.2.3", _listed(pairs, "time"), _counted(pairs, "time", 0.5))
+
+
+def _smaller(pairs: Mapping[str, Mapping]) -> Verdict:
+    claim = "retraining needs less memory than the same defense from scratch"
+    return Verdict(claim, "Figure 16", _listed(pairs, "memory"), _counted(pairs, "memory", 1.0))
+
+
+def _goal(pairs: Mapping[str, Mapping]) -> Verdict:
+    missed = {name: row for name, row in pairs.items() if row["time"] > GOAL}
+    claim = f"retraining takes at most {GOAL} of the time of the same defense from scratch"
+    ours = f"above it: {_listed(missed, 'time') or 'none'}; the base is in none of these times"
+    met = "met" if not missed else f"met in {len(pairs) - len(missed)} of {len(pairs)}"
+    return Verdict(claim, "goal of this project", ours, met)
