@@ -257,7 +257,7 @@ def test_what_a_pair_costs(monkeypatch):
     assert row["time"] == pytest.approx(0.25 * 20 / 60) and row["time_with_the_base"] == pytest.approx(0.25 / 3 + 0.5)
 
 
-@pytest.mark.parametrize("defense", ["crossfit", "selena"])
+@pytest.mark.parametrize("defense", ["relaxloss", "selena"])
 def test_a_retraining_is_timed_for_real(defense, monkeypatch):
     monkeypatch.setattr(cost, "MEMBERS", 60)
     monkeypatch.setattr(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from .cost import SAME_DEFENSE
 from .where import AUGMENTED, PLAIN, WHERE, Judge, Results, Verdict, shown
 
 GOAL_ACCURACY, GOAL_LEAK = 0.95, 0.55
@@ -238,7 +237,7 @@ DEFENSES = (
     ),
 )
 OURS = ("crossfit", "plain", "selena")
-RELAXED = [pair for pair in SAME_DEFENSE if pair[0].startswith("relaxloss")]
+RELAXED = [(f"relaxloss-{alpha}-layer3", f"relaxloss-{alpha}-scratch") for alpha in (1, 2, 2.5)]
 
 CLAIMS: list[Judge] = [
     *WHERE,
