@@ -209,12 +209,14 @@ def test_the_plan_is_whole():
         pairs = [p for p in [*cost.SAME_DEFENSE, *(d[2:] for d in verdicts.DEFENSES)] if set(p) <= set(rows)]
         for mine, theirs in ((rows[a], rows[b]) for a, b in pairs):
             assert (mine["defense"], settings(mine)) == (theirs["defense"], settings(theirs))
-        assert pairs or base == "resnet18-cskd"
+        assert pairs or base in ("resnet18-cskd", "resnet18-search")
     named = set(made["retrainings"]["resnet18-augmented"])
     rows = [set(rows) for rows in made["retrainings"].values()]
     assert all(any(set(pair) <= names for names in rows) for pair in cost.SAME_DEFENSE)
     assert {"relaxloss-1.5-layer4", "relaxloss-1.5-head", "relaxloss-1.5-finetune"} <= named
-    assert set(made["ensembles"]["resnet18-augmented"]["procedures"]) <= named | {"undefended"}
+    for base, wanted in made["ensembles"].items():
+        assert set(wanted["procedures"]) <= {"undefended", *made["retrainings"][base]}
+    assert {name for _, name in verdicts.VARIANTS} < set(made["retrainings"]["resnet18-search"])
 
 
 @pytest.mark.parametrize(

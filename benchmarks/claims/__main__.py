@@ -17,6 +17,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from pptp.errors import UserError
+
 from .work import Cell, attack, plan, work
 
 
@@ -64,4 +66,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))

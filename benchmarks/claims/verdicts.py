@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from .where import AUGMENTED, PLAIN, WHERE, Judge, Results, Verdict, shown
 
 GOAL_ACCURACY, GOAL_LEAK = 0.95, 0.55
-CSKD = "resnet18-cskd"
+CSKD, SEARCH = "resnet18-cskd", "resnet18-search"
 
 # --- what it buys, over all seeds ------------------------------------------------------------------
 
@@ -237,6 +237,12 @@ DEFENSES = (
     ),
 )
 OURS = ("crossfit", "plain", "selena")
+VARIANTS = (  # of six epochs of cross-entropy from layer2 on
+    ("a cut a block later", "plain-6ep-layer2.1"),
+    ("a cut a block earlier", "plain-6ep-layer1.1"),
+    ("starting from weights of the fifth epoch instead of the initial ones", "plain-6ep-layer2-epoch5"),
+    ("sharpness-aware minimisation", "plain-6ep-layer2-sam"),
+)
 RELAXED = [(f"relaxloss-{alpha}-layer3", f"relaxloss-{alpha}-scratch") for alpha in (1, 2, 2.5)]
 
 CLAIMS: list[Judge] = [
@@ -281,6 +287,10 @@ CLAIMS: list[Judge] = [
         "ours, not the paper's",
     ),
     _beats_scratch(OURS, "the same without augmentation", "ours, not the paper's", PLAIN),
+    *(
+        _beats(f"{what} makes a short retraining better", "ours, not the paper's", name, "plain-6ep-layer2", SEARCH)
+        for what, name in VARIANTS
+    ),
     _goal,
 ]
 
