@@ -249,14 +249,14 @@ def test_costs_are_judged_pair_by_pair():
 
 
 def test_what_a_pair_costs(monkeypatch):
-    """Time of an epoch times epochs; the base's own epochs beside it, in the currency of a defense from scratch."""
+    """Time of an epoch times epochs."""
     cell = Cell("resnet18-augmented", 42)
     took = {"layer3": 1.0, "scratch": 4.0}
     monkeypatch.setattr(cost, "seconds", lambda cell, row: took[row["cut"]])
     monkeypatch.setattr(cost, "peak_mb", lambda base, name: 50.0 if "layer3" in name else 100.0)
-    row = cost._pair(cell, "relaxloss-2-layer3", "relaxloss-2-scratch", 2.0, 3)
+    row = cost._pair(cell, "relaxloss-2-layer3", "relaxloss-2-scratch", 3)
     assert row["epochs"] == [20, 60] and row["time_of_an_epoch"] == 0.25 and row["memory"] == 0.5
-    assert row["time"] == pytest.approx(0.25 * 20 / 60) and row["time_with_the_base"] == pytest.approx(0.25 / 3 + 0.5)
+    assert row["time"] == pytest.approx(0.25 * 20 / 60)
 
 
 @pytest.mark.parametrize("defense", ["relaxloss", "selena"])

@@ -48,25 +48,21 @@ def measure(rounds: int = 3) -> None:
     rows = {}
     for base in (AUGMENTED, PLAIN):
         cell = Cell(base, 42)
-        plain = statistics.median(seconds(cell, {"defense": "plain", "cut": "scratch"}) for _ in range(rounds))
         for mine, theirs in (pair for pair in SAME_DEFENSE if set(pair) <= set(cell.retrainings)):
-            rows[f"{base} {mine} / {theirs}"] = row = _pair(cell, mine, theirs, plain, rounds)
+            rows[f"{base} {mine} / {theirs}"] = row = _pair(cell, mine, theirs, rounds)
             print(f"{base} {mine}: {row}", file=sys.stderr, flush=True)
             write_json(PATH, {"pairs": rows, "threads": torch.get_num_threads(), "versions": versions()})
 
 
-def _pair(cell: Cell, mine: str, theirs: str, plain: float, rounds: int) -> dict:
-    """plain: seconds of `EPOCHS` epochs of plain training of the whole model, in the same run."""
+def _pair(cell: Cell, mine: str, theirs: str, rounds: int) -> dict:
     ours, other = cell.retrainings[mine], cell.retrainings[theirs]
     timed = [(seconds(cell, ours), seconds(cell, other)) for _ in range(rounds)]
     an_epoch = statistics.median(a / b for a, b in timed)
     epochs = epochs_of(cell, ours), epochs_of(cell, other)
-    base = cell.settings["epochs"] * plain / (epochs[1] * statistics.median(b for _, b in timed))
     return {
         "epochs": list(epochs),
         "time_of_an_epoch": an_epoch,
         "time": an_epoch * epochs[0] / epochs[1],
-        "time_with_the_base": an_epoch * epochs[0] / epochs[1] + base,
         "memory": peak_mb(cell.base, mine) / peak_mb(cell.base, theirs),
     }
 

@@ -274,12 +274,12 @@ def cost_table(costs: Mapping[str, Mapping]) -> str:
         [
             name,
             " / ".join(map(str, row["epochs"])),
-            *(f"{row[k]:.2f}" for k in ("time_of_an_epoch", "time", "time_with_the_base", "memory")),
+            *(f"{row[k]:.2f}" for k in ("time_of_an_epoch", "time", "memory")),
         ]
         for name, row in costs.items()
     ]
     return table(
-        ["pair", "epochs", "time of an epoch", "time of all", "time of all and of training the base", "peak memory"],
+        ["pair", "epochs", "time of an epoch", "time of all", "peak memory"],
         rows,
     )
 
