@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import yaml
 
 from pptp.attacking import ensemble_run, evaluate_run
@@ -114,6 +115,7 @@ def keep_model(cell: Cell, run: Run, name: str) -> None:
         sys.exit(f"{run.path} has reference models: rows are made before them, or with that ensembles folder elsewhere")
     record = read_json(run.folder(name) / ("cost.json" if name == UNDEFENDED else "defense.json"), "")
     row = {**attacked(run, name), "cost": record.get("cost", record), "from_base": from_base(run, name)}
+    row["processor"] = torch.backends.cpu.get_cpu_capability()  # another one rounds otherwise, and is another training run
     if name != UNDEFENDED:
         row |= {key: record[key] for key in ("defense", "set", "cut", "rewind")}
         row["epochs"] = record["recipe"]["epochs"]
