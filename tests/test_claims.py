@@ -209,7 +209,7 @@ def test_the_plan_is_whole():
         pairs = [p for p in [*cost.SAME_DEFENSE, *(d[2:] for d in verdicts.DEFENSES)] if set(p) <= set(rows)]
         for mine, theirs in ((rows[a], rows[b]) for a, b in pairs):
             assert (mine["defense"], settings(mine)) == (theirs["defense"], settings(theirs))
-        assert pairs or base in ("resnet18-cskd", "resnet18-search")
+        assert pairs or base in ("resnet18-cskd", "resnet18-search", "resnet18-40classes")
     named = set(made["retrainings"]["resnet18-augmented"])
     rows = [set(rows) for rows in made["retrainings"].values()]
     assert all(any(set(pair) <= names for names in rows) for pair in cost.SAME_DEFENSE)
@@ -238,14 +238,50 @@ def test_a_wrong_argument_is_named(arguments, sentence, monkeypatch):
 def test_costs_are_judged_pair_by_pair():
     def judged(times, claim):
         pairs = {f"pair {i}": {"time": t, "memory": t + 0.5} for i, t in enumerate(times)}
-        return next(v.agrees for v in cost.verdicts(pairs) if v.claim.startswith(claim))
+        return next(v.agrees for v in cost.verdicts(pairs, {}) if v.claim.startswith(claim))
 
     assert judged([0.1, 0.2], "retraining takes at most 0.2") == "met"
     assert judged([0.1, 0.21], "retraining takes at most 0.2") == "met in 1 of 2"
     assert judged([0.1, 0.49], "retraining takes less than half") == "yes"
     assert judged([0.1, 0.51], "retraining takes less than half") == "in 1 of 2"
     assert judged([0.1, 0.51], "retraining needs less memory") == "in 1 of 2"
-    assert cost.verdicts({}) == []
+    assert cost.verdicts({}, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("auc", "time", "answer"),
+    [
+        (0.6, 0.1, "yes"),
+        (0.7, 0.1, "cannot be said: neither is surely better"),
+        (0.75, 0.1, "no: the other way round"),
+        (0.6, 0.3, "no: it takes 0.30"),
+    ],
+)
+def test_a_short_retraining_must_be_better_and_quick(auc, time, answer):
+    mine, theirs = cost.SHORT[0]
+    results = {"resnet18-augmented": {42: found(models={mine: model(0.4, auc), theirs: model(0.4, 0.7)})}}
+    costs = {cost.named("resnet18-augmented", mine, theirs): {"time": time, "memory": 1.0}}
+    assert [v.agrees for v in cost.verdicts(costs, results)] == [answer]
+    assert cost.verdicts({}, results) == cost.verdicts(costs, {}) == [], "accuracy or time is not there"
+
+
+def test_costs_that_are_there_are_not_measured_again(monkeypatch, tmp_path):
+    measured = []
+    monkeypatch.setattr(cost, "PATH", tmp_path / "cost.json")
+    monkeypatch.setattr(cost, "_pair", lambda cell, mine, theirs, rounds: measured.append(mine) or {"time": 0.1})
+    cost.measure()
+    first = list(measured)
+    assert {"relaxloss-2-layer3", "plain-6ep-layer2"} <= set(first)
+    cost.measure()
+    assert measured == first
+
+
+def test_a_model_is_compared_with_the_base_it_was_made_from():
+    """That of its own folder, where that was trained again and came out otherwise."""
+    rows = {"as it was": model(0.36, 0.6), "trained again": model(0.36, 0.6, base={"test_accuracy": estimate(0.36)})}
+    seeds = {42: found(models=rows)["models"]}
+    assert verdicts.kept(seeds, "as it was") == pytest.approx(0.9)
+    assert verdicts.kept(seeds, "trained again") == pytest.approx(1.0)
 
 
 def test_what_a_pair_costs(monkeypatch):

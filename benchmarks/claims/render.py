@@ -12,7 +12,7 @@ import numpy as np
 from pptp.plots import GREY, INK, MODEL_COLOURS, RISK, SEEN, as_svg, canvas, error_bars
 
 from . import cost
-from .verdicts import judge_all, leak, spread, turned
+from .verdicts import having, judge_all, kept, leak, spread, turned
 from .where import INTERPOLATES, interpolates, pooled, shown, telling
 from .work import HERE, RESULTS, plan
 
@@ -43,7 +43,7 @@ def render() -> None:
         "Paper against ours (where: the seeds whose two models interpolate, together; what it buys: all seeds, mean and standard deviation):\n\n"
         + table(
             ["claim", "paper", "ours", "agrees"],
-            [[v.claim, v.paper, v.ours, v.agrees] for v in judge_all(results) + cost.verdicts(costs)],
+            [[v.claim, v.paper, v.ours, v.agrees] for v in judge_all(results) + cost.verdicts(costs, results)],
         ),
         "![Disparity per stage](claims/figures/where.svg)\n\n" + where_table(one, seeds_of),
         f"<details><summary>Block by block</summary>\n\n{block_table(one)}\n\n</details>",
@@ -185,10 +185,17 @@ def mean_over(seeds: Mapping[int, Mapping], name: str, of) -> float:
     return statistics.mean(of(r["models"][name]) for r in seeds.values() if name in r["models"])
 
 
-def relative(seeds: Mapping[int, Mapping], name: str, of) -> float:
-    """Mean over seeds of the ratio to the undefended model of the same seed."""
+def of_undefended(seeds: Mapping[int, Mapping], name: str) -> float:
+    """Test accuracy as a share of the undefended model's, mean over the seeds that have it."""
+    return kept(having({seed: r["models"] for seed, r in seeds.items()}, name), name)
+
+
+def of_base_time(seeds: Mapping[int, Mapping], name: str) -> float:
+    """Mean over seeds of the time it took over that of training the base."""
     return statistics.mean(
-        of(r["models"][name]) / of(r["models"]["undefended"]) for r in seeds.values() if name in r["models"]
+        r["models"][name]["cost"]["seconds"] / r["models"]["undefended"]["cost"]["seconds"]
+        for r in seeds.values()
+        if name in r["models"]
     )
 
 
@@ -213,11 +220,11 @@ def buys_table(seeds: Mapping[int, Mapping]) -> str:
                 str(example.get("epochs", "")),
                 over_seeds(seeds, name, lambda m: m["train_accuracy"]),
                 over_seeds(seeds, name, lambda m: m["test_accuracy"]),
-                f"{relative(seeds, name, lambda m: m['test_accuracy']['value']):.2f}",
+                f"{of_undefended(seeds, name):.2f}",
                 over_seeds(seeds, name, leak),
                 over_seeds(seeds, name, lambda m: turned(m["strongest"]["auc"])) + f" {strongest(seeds, name)}",
                 over_seeds(seeds, name, lambda m: m["strongest"]["tpr@0.01"]),
-                f"{relative(seeds, name, lambda m: m['cost']['seconds']):.2f}",
+                f"{of_base_time(seeds, name):.2f}",
             ]
         )
     header = [
@@ -301,7 +308,7 @@ def frontier_figure(seeds: Mapping[int, Mapping]) -> str:
         points = [
             (
                 mean_over(seeds, n, lambda m: leak(m)["value"]),
-                relative(seeds, n, lambda m: m["test_accuracy"]["value"]),  # models have different seeds
+                of_undefended(seeds, n),  # models have different seeds
             )
             for n in names
             if kind_of(n) == kind

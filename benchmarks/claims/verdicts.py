@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from .where import AUGMENTED, PLAIN, WHERE, Judge, Results, Verdict, shown
 
 GOAL_ACCURACY, GOAL_LEAK = 0.95, 0.55
-CSKD, SEARCH = "resnet18-cskd", "resnet18-search"
+CSKD, SEARCH, MORE_CLASSES = "resnet18-cskd", "resnet18-search", "resnet18-40classes"
 
 # --- what it buys, over all seeds ------------------------------------------------------------------
 
@@ -124,37 +124,41 @@ def _gain(seeds: Mapping[int, Mapping], name: str) -> float:
     return statistics.mean(m[name]["test_accuracy"]["value"] - leak(m[name])["value"] for m in seeds.values())
 
 
-def _goal(results: Results) -> Verdict | None:
+def _goal(base: str) -> Judge:
+    """Is the goal reached on this base?"""
+    return lambda results: _reached(base, {s: r["models"] for s, r in results.get(base, {}).items()})
+
+
+def _reached(base: str, seeds: Mapping[int, Mapping]) -> Verdict | None:
     """Of the PPTP models that every seed of the base has: the least leaky that keeps 95 % of the accuracy on average and, if that leaks
     more than the goal, the most accurate that does not; beside the RelaxLoss from scratch nearest in leakage."""
-    seeds = {s: r["models"] for s, r in results.get(AUGMENTED, {}).items()}
     if not seeds:
         return None
     everywhere = set.intersection(*(set(_candidates(m, (*OURS, "relaxloss"))) for m in seeds.values()))
-    able_ones = [n for n in everywhere if _kept(seeds, n) >= GOAL_ACCURACY]
+    able_ones = [n for n in everywhere if kept(seeds, n) >= GOAL_ACCURACY]
     rivals = {n for m in seeds.values() for n, row in m.items() if _rival(row)}
     if not able_ones or not rivals:
         return None
     best = min(able_ones, key=lambda n: _mean_leak(seeds, n))
     reached = _mean_leak(seeds, best)
-    rival = min(sorted(rivals), key=lambda n: abs(_mean_leak(_having(seeds, n), n) - reached))
+    rival = min(sorted(rivals), key=lambda n: abs(_mean_leak(having(seeds, n), n) - reached))
     quiet = [n for n in everywhere if _mean_leak(seeds, n) <= GOAL_LEAK]
     shown_ones = [best]
     if reached > GOAL_LEAK and quiet:
-        shown_ones.append(max(quiet, key=lambda n: _kept(seeds, n)))
+        shown_ones.append(max(quiet, key=lambda n: kept(seeds, n)))
     ours = "; ".join(
-        f"{utility(_having(seeds, n), n)} ({_kept(_having(seeds, n), n):.3f} of undefended, {_seeds(_having(seeds, n))})"
+        f"{utility(having(seeds, n), n)} ({kept(having(seeds, n), n):.3f} of undefended, {_seeds(having(seeds, n))})"
         for n in (*shown_ones, rival)
     )
     each = [{seed: models} for seed, models in seeds.items()]
-    alone = sum(_kept(one, best) >= GOAL_ACCURACY and _mean_leak(one, best) <= GOAL_LEAK for one in each)
+    alone = sum(kept(one, best) >= GOAL_ACCURACY and _mean_leak(one, best) <= GOAL_LEAK for one in each)
     met = "met" if alone == len(seeds) else f"met by the mean over seeds, alone by {alone} of {len(seeds)}"
     agrees = met if reached <= GOAL_LEAK else f"missed by {reached - GOAL_LEAK:.3f} of AUC"
     claim = f"at least {GOAL_ACCURACY:.0%} of the undefended test accuracy at confidence AUC {GOAL_LEAK} or below"
-    return Verdict(claim, "goal of this project", f"{AUGMENTED}: {ours}", agrees)
+    return Verdict(claim, "goal of this project", f"{base}: {ours}", agrees)
 
 
-def _having(seeds: Mapping[int, Mapping], name: str) -> dict[int, Mapping]:
+def having(seeds: Mapping[int, Mapping], name: str) -> dict[int, Mapping]:
     return {s: m for s, m in seeds.items() if name in m}
 
 
@@ -162,10 +166,14 @@ def _seeds(seeds: Mapping) -> str:
     return "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
 
 
-def _kept(seeds: Mapping[int, Mapping], name: str) -> float:
-    """Test accuracy over that of the undefended model of the same seed, mean over seeds."""
+def kept(seeds: Mapping[int, Mapping], name: str) -> float:
+    """Test accuracy over that of the undefended model it was made from, mean over seeds.
+
+    A base that was trained again on another processor is not quite the one in the table: rows made since say which accuracy theirs had.
+    """
     return statistics.mean(
-        m[name]["test_accuracy"]["value"] / m["undefended"]["test_accuracy"]["value"] for m in seeds.values()
+        m[name]["test_accuracy"]["value"] / m[name].get("base", m["undefended"])["test_accuracy"]["value"]
+        for m in seeds.values()
     )
 
 
@@ -291,7 +299,8 @@ CLAIMS: list[Judge] = [
         _beats(f"{what} makes a short retraining better", "ours, not the paper's", name, "plain-6ep-layer2", SEARCH)
         for what, name in VARIANTS
     ),
-    _goal,
+    _goal(AUGMENTED),
+    _goal(MORE_CLASSES),
 ]
 
 

@@ -117,6 +117,7 @@ def keep_model(cell: Cell, run: Run, name: str) -> None:
     row = {**attacked(run, name), "cost": record.get("cost", record), "from_base": from_base(run, name)}
     row["processor"] = torch.backends.cpu.get_cpu_capability()  # another one rounds otherwise, and is another training run
     if name != UNDEFENDED:
+        row["base"] = {"test_accuracy": evaluated(run, UNDEFENDED)["test_accuracy"]}  # of this folder, if it was trained again
         row |= {key: record[key] for key in ("defense", "set", "cut", "rewind")}
         row["epochs"] = record["recipe"]["epochs"]
         row["result"] = {k: v for k, v in record["result"].items() if isinstance(v, int | float | str)}
@@ -126,7 +127,7 @@ def keep_model(cell: Cell, run: Run, name: str) -> None:
 def attacked(run: Run, name: str) -> dict:
     """Accuracy, every attack, and the strongest with its rate at 1 % false positives."""
     evaluate_run(str(run.path))
-    found = read_json(run.path / "evaluate" / name / "evaluation.json", "")
+    found = evaluated(run, name)
     strongest = found["strongest"]
     scores = load_evaluation(run, name).attacks[strongest["attack"]].turned
     return {
@@ -136,6 +137,10 @@ def attacked(run: Run, name: str) -> dict:
         "attacks": {a: {"auc": f["auc"], "tpr@0.01": f["tpr@0.01"]} for a, f in found["attacks"].items()},
         "references": found["references"],
     }
+
+
+def evaluated(run: Run, name: str) -> dict:
+    return read_json(run.path / "evaluate" / name / "evaluation.json", "")
 
 
 def from_base(run: Run, name: str) -> dict[str, float]:
