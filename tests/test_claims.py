@@ -1,8 +1,11 @@
 """Verdicts on the paper's claims: each word of them follows from the numbers, and nothing is said where numbers do not allow it."""
 
+import shutil
+
 import pytest
 
 from benchmarks.claims import cost, verdicts
+from benchmarks.claims import work as harness
 from benchmarks.claims.__main__ import main
 from benchmarks.claims.pooling import DELTA, _stall, mean_of
 from benchmarks.claims.render import adaptive_table, block_table, buys_table, load, not_run
@@ -219,6 +222,30 @@ def test_the_plan_is_whole():
     assert {name for _, name in verdicts.VARIANTS} < set(made["retrainings"]["resnet18-search"])
 
 
+def test_work_and_attack_fill_a_results_file_and_go_on_where_they_stopped(monkeypatch, tmp_path):
+    """The harness itself, on digits: base, retraining, reference models, and nothing made twice."""
+    common = {"img_size": 32, "members": 80, "reference": 20, "nonmembers": 80, "test": 80, "batch_size": 20}
+    short = {
+        "common": {**common, "opt": "adamw", "lr": 0.002},
+        "bases": {"tiny": {"model": "test_resnet", "augment": False, "epochs": 6}},
+        "retrainings": {"tiny": {"plain-2ep-layer4": {"defense": "plain", "cut": "layer4", "epochs": 2}}},
+        "ensembles": {"tiny": {"models": 2, "procedures": ["undefended", "plain-2ep-layer4"]}},
+    }
+    monkeypatch.setattr(harness, "plan", lambda: short)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    cell = Cell("tiny", 42)
+    harness.work(cell, "digits", tmp_path / "runs")
+    row = cell.results()["models"]["plain-2ep-layer4"]
+    assert row["base"]["test_accuracy"] == cell.results()["models"]["undefended"]["test_accuracy"]
+    assert (row["cut"], row["epochs"]) == ("layer4", 2) and cell.missing() == []
+    shutil.rmtree(tmp_path / "runs" / cell.name / "retrain")  # as on another machine, where only results are
+    harness.attack(cell, "digits", tmp_path / "runs", ("plain",))
+    assert list(cell.results()["adaptive"]) == ["plain-2ep-layer4"]
+    assert "2 reference models" in cell.results()["adaptive"]["plain-2ep-layer4"]["references"]
+    monkeypatch.setattr(harness, "train_run", None)  # would fail if called
+    harness.work(cell, "digits", tmp_path / "runs")
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
@@ -226,7 +253,8 @@ def test_the_plan_is_whole():
         (["status", "--only", "nosuch"], "starts with nosuch"),
         (["status", "--base", "nosuch"], "no base called nosuch"),
         (["work"], "work needs --data"),
-        (["attack", "--runs", "nosuch", "--base", "resnet18-plain"], "no run of resnet18-plain-42"),
+        (["attack", "--base", "resnet18-plain"], "attack needs --data"),
+        (["attack", "--data", ".", "--base", "resnet18-plain", "--seeds", "1"], "no results of resnet18-plain-1"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments, sentence, monkeypatch):

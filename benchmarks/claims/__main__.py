@@ -2,7 +2,7 @@
 
     python -m benchmarks.claims work --data path/to/tiny-imagenet-40.tar                       # everything, one seed
     python -m benchmarks.claims work --data ... --base resnet18-augmented --seeds 42,43,44     # more seeds of one base
-    python -m benchmarks.claims attack --base resnet18-augmented --seeds 43                    # reference models by the whole procedure, after work
+    python -m benchmarks.claims attack --data ... --base resnet18-augmented --seeds 43         # reference models by the whole procedure, after work
     python -m benchmarks.claims cost                                                           # time and memory, PPTP over scratch; wants a quiet machine
     python -m benchmarks.claims status                                                         # what is there, what is missing
     python -m benchmarks.claims render                                                         # tables and figures from whatever is there
@@ -50,13 +50,13 @@ def main() -> None:
     strange = [o for o in only if not any(name.startswith(o) for cell in cells for name in ("", *cell.retrainings))]
     if strange:
         sys.exit(f"no retraining of these bases starts with {', '.join(strange)}: plan.yaml has their names")
-    if arguments.action == "work" and not (arguments.data and Path(arguments.data).exists()):
-        sys.exit("work needs --data: the folder or .tar of TinyImageNet")
+    if arguments.action in ("work", "attack") and not (arguments.data and Path(arguments.data).exists()):
+        sys.exit(f"{arguments.action} needs --data: the folder or .tar of TinyImageNet")
     for cell in cells:
         if arguments.action == "attack":
-            if not (Path(arguments.runs) / cell.name / "run.json").exists():
-                sys.exit(f"there is no run of {cell.name} in {arguments.runs}: make it first, with work")
-            attack(cell, Path(arguments.runs), log=sys.stderr)
+            if not cell.has_base:
+                sys.exit(f"there are no results of {cell.name} to put beside the attacks: make them first, with work")
+            attack(cell, arguments.data, Path(arguments.runs), only, log=sys.stderr)
             continue
         missing = cell.missing(only)
         where = "there" if cell.has_base else "missing"

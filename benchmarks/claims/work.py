@@ -67,26 +67,29 @@ def work(cell: Cell, data: str, runs: Path, only: tuple[str, ...] = ("",), log=N
     """Whatever of the cell is not there yet."""
     if cell.has_base and not cell.missing(only):
         return
-    path = runs / cell.name
     with contextlib.redirect_stdout(log):
-        run = train_run(str(path), experiment({**cell.settings, "data": data}))
+        run = trained(cell, data, runs)
         if "half" not in cell.results():
             keep_half(cell, run)
         if not cell.has_base:
-            keep_risk(cell, localize_run(str(path)))
+            keep_risk(cell, localize_run(str(run.path)))
             keep_model(cell, run, UNDEFENDED)
         for name in cell.missing(only):
-            row = cell.retrainings[name]
-            retrain_run(
-                str(path),
-                {row["defense"]: row.get("set", [])},
-                {"epochs": epochs_of(cell, row), **row.get("recipe", {})},
-                row["cut"],
-                row.get("rewind", "init"),
-                name,
-                control=False,
-            )
+            retrained(cell, run, name)
             keep_model(cell, run, name)
+
+
+def trained(cell: Cell, data: str, runs: Path) -> Run:
+    """The run of the cell, with base and half; what of it is there is not trained again."""
+    return train_run(str(runs / cell.name), experiment({**cell.settings, "data": data}))
+
+
+def retrained(cell: Cell, run: Run, name: str) -> None:
+    """One retraining of the plan as a model of the run, unless it is there."""
+    row = cell.retrainings[name]
+    recipe = {"epochs": epochs_of(cell, row), **row.get("recipe", {})}
+    start = row.get("rewind", "init")
+    retrain_run(str(run.path), {row["defense"]: row.get("set", [])}, recipe, row["cut"], start, name, control=False)
 
 
 def epochs_of(cell: Cell, row: dict) -> int:
@@ -150,13 +153,16 @@ def from_base(run: Run, name: str) -> dict[str, float]:
     return {stage: float(metrics["rms"].mean()) for stage, metrics in found.items()}
 
 
-def attack(cell: Cell, runs: Path, log=None) -> None:
+def attack(cell: Cell, data: str, runs: Path, only: tuple[str, ...] = ("",), log=None) -> None:
     """Train the reference models that the plan asks for, by the whole procedure of each model, and attack those with them."""
-    wanted = plan()["ensembles"].get(cell.base)
-    if not wanted:
+    wanted = plan()["ensembles"].get(cell.base, {"procedures": []})
+    names = [name for name in wanted["procedures"] if name.startswith(only)]
+    if not names:
         return
-    run = Run.open(runs / cell.name)
     with contextlib.redirect_stdout(log):
-        for name in wanted["procedures"]:
+        run = trained(cell, data, runs)
+        for name in names:
+            if name != UNDEFENDED:
+                retrained(cell, run, name)
             ensemble_run(str(run.path), wanted["models"], name)
             cell.keep(adaptive={**cell.results().get("adaptive", {}), name: attacked(run, name)})
