@@ -225,8 +225,12 @@ def retrain_run(
     control: bool = True,
     fresh: bool = False,
     policy: Policy | None = None,
+    shelf: Path | None = None,
 ) -> None:
-    """`pptp retrain`: Algorithm 1 with each defense (name -> settings), and with plain cross-entropy as their control."""
+    """`pptp retrain`: Algorithm 1 with each defense (name -> settings), and with plain cross-entropy as their control.
+
+    On a `shelf` lies what later retrainings of this base can use again, like SELENA's sub-models; whoever gives one clears it.
+    """
     run, policy = Run.open(path), policy or Policy()
     recipe = retrain_recipe(run.experiment.recipe, recipe_changes)
     first_stage = resolve_cut(run, cut)
@@ -249,7 +253,7 @@ def retrain_run(
         for job in waiting:
             job.check(run, base, parts)
         cache = TrunkCache(policy, run.path)  # shared by all of them
-        data = training_data(run, [job.defense for job in waiting])
+        data = replace(training_data(run, [job.defense for job in waiting]), shelf=shelf)
         for job in waiting:
             _retrain_one(run, job, data, parts, fresh, cache)
 

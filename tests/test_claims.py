@@ -225,10 +225,17 @@ def test_the_plan_is_whole():
 def test_work_and_attack_fill_a_results_file_and_go_on_where_they_stopped(monkeypatch, tmp_path):
     """The harness itself, on digits: base, retraining, reference models, and nothing made twice."""
     common = {"img_size": 32, "members": 80, "reference": 20, "nonmembers": 80, "test": 80, "batch_size": 20}
+    selena = {"defense": "selena", "set": ["k=2", "l=1", "sub_epochs=1"], "cut": "layer4"}
     short = {
         "common": {**common, "opt": "adamw", "lr": 0.002},
         "bases": {"tiny": {"model": "test_resnet", "augment": False, "epochs": 6}},
-        "retrainings": {"tiny": {"plain-2ep-layer4": {"defense": "plain", "cut": "layer4", "epochs": 2}}},
+        "retrainings": {
+            "tiny": {
+                "plain-2ep-layer4": {"defense": "plain", "cut": "layer4", "epochs": 2},
+                "selena-2ep-layer4": {**selena, "epochs": 2},
+                "selena-4ep-layer4": {**selena, "epochs": 4},
+            }
+        },
         "ensembles": {"tiny": {"models": 2, "procedures": ["undefended", "plain-2ep-layer4"]}},
     }
     monkeypatch.setattr(harness, "plan", lambda: short)
@@ -238,6 +245,8 @@ def test_work_and_attack_fill_a_results_file_and_go_on_where_they_stopped(monkey
     row = cell.results()["models"]["plain-2ep-layer4"]
     assert row["base"]["test_accuracy"] == cell.results()["models"]["undefended"]["test_accuracy"]
     assert (row["cut"], row["epochs"]) == ("layer4", 2) and cell.missing() == []
+    sub_models = list((tmp_path / "runs" / cell.name / "shelf").glob("said_*"))
+    assert len(sub_models) == 2, "two students of other lengths have the same teachers"
     shutil.rmtree(tmp_path / "runs" / cell.name / "retrain")  # as on another machine, where only results are
     harness.attack(cell, "digits", tmp_path / "runs", ("plain",))
     assert list(cell.results()["adaptive"]) == ["plain-2ep-layer4"]

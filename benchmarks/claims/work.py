@@ -89,7 +89,9 @@ def retrained(cell: Cell, run: Run, name: str) -> None:
     row = cell.retrainings[name]
     recipe = {"epochs": epochs_of(cell, row), **row.get("recipe", {})}
     start = row.get("rewind", "init")
-    retrain_run(str(run.path), {row["defense"]: row.get("set", [])}, recipe, row["cut"], start, name, control=False)
+    defenses = {row["defense"]: row.get("set", [])}
+    shelf = run.path / "shelf"  # rows that differ in their students alone train SELENA's sub-models once
+    retrain_run(str(run.path), defenses, recipe, row["cut"], start, name, control=False, shelf=shelf)
 
 
 def epochs_of(cell: Cell, row: dict) -> int:
