@@ -8,8 +8,9 @@ from benchmarks.claims import cost, verdicts
 from benchmarks.claims import work as harness
 from benchmarks.claims.__main__ import main
 from benchmarks.claims.pooling import DELTA, _stall, mean_of
-from benchmarks.claims.render import adaptive_table, block_table, buys_table, load, not_run
+from benchmarks.claims.render import adaptive_table, block_table, buys_table, in_short, load, not_run
 from benchmarks.claims.verdicts import in_seeds, judge_all, leak, surely_better, turned
+from benchmarks.claims.where import Verdict
 from benchmarks.claims.work import Cell, plan
 from pptp.config import Recipe
 from pptp.harden import ladder
@@ -63,19 +64,21 @@ def said(results, start):
 
 def test_the_same_place_needs_the_same_stage_and_models_that_interpolate():
     same = {"resnet18-plain": {42: found()}, "resnet34-plain": {42: found()}}
-    assert said(same, "depth does not move it") == "yes"
-    assert said({**same, "resnet34-plain": {42: found("layer3")}}, "depth does not move it") == "no"
+    assert said(same, "depth does not move the disparity") == "yes"
+    assert said({**same, "resnet34-plain": {42: found("layer3")}}, "depth does not move the disparity") == "no"
     assert "does not interpolate" in said({**same, "resnet34-plain": {42: found(train=0.98)}}, "depth does not move")
-    assert said({"resnet18-plain": {42: found()}}, "depth does not move it") is None, "one base says nothing"
+    assert said({"resnet18-plain": {42: found()}}, "depth does not move the disparity") is None, "one base says nothing"
     seeds = {42: found("layer3", train=0.9), 43: found()}
-    assert said({**same, "resnet34-plain": seeds}, "depth does not move it") == "yes", "by the seed that can tell"
+    assert said({**same, "resnet34-plain": seeds}, "depth does not move the disparity") == "yes", (
+        "by the seed that can tell"
+    )
 
 
 def test_where_an_earlier_stage_is_undecided_nothing_is_said():
     doubtful = found()
     doubtful["risk"]["stages"][0]["verdict"] = "undecided"
     results = {"resnet18-plain": {42: found()}, "resnet34-plain": {42: doubtful}}
-    assert said(results, "depth does not move it") == "cannot be said: undecided at layer3 of resnet34-plain"
+    assert said(results, "depth does not move the disparity") == "cannot be said: undecided at layer3 of resnet34-plain"
     assert said({"resnet18-plain": {42: doubtful}}, "ResNet18: disparity starts").startswith("cannot be said")
 
 
@@ -107,6 +110,38 @@ def test_better_is_sure_in_one_and_not_worse_in_the_other(mine, theirs, better):
 def test_an_attack_below_one_half_is_turned_around():
     assert leak(model(0.4, 0.3))["value"] == pytest.approx(0.7)
     assert turned(estimate(0.505))["low"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "agrees, standing",
+    [
+        ("yes, in all 3 seeds", "hold"), ("met", "hold"),
+        ("partly: by RMS", "hold in part"), ("in 10 of 11; in the others it surely does", "hold in part"),
+        ("met by the mean over seeds, alone by 0 of 3", "hold in part"), ("met in 2 of 8", "hold in part"),
+        ("surely for 2 of 9, surely not for 2", "hold in part"),
+        ("cannot be said: intervals overlap", "cannot be said here"),
+        ("no: the other way round", "do not hold"), ("no", "do not hold"), ("in 0 of 10", "do not hold"),
+        ("for 0 of 2 points from scratch; 1 beat every one of these", "do not hold"), ("missed by 0.010 of AUC", "do not hold"),
+    ],
+)  # fmt: skip
+def test_how_a_claim_stands(agrees, standing):
+    assert Verdict("a claim", "Figure 3", "numbers", agrees).standing == standing
+
+
+def test_in_short_every_claim_is_named_once():
+    verdicts = [
+        Verdict("claim a", "Figure 3", "", "yes"),
+        Verdict("claim b", "Table 1", "", "no"),
+        Verdict("claim c", "goal of this project", "", "met by the mean over seeds, alone by 0 of 3"),
+    ]
+    text = in_short(verdicts)
+    assert text.startswith("Of 2 claims of the paper:\n\n- 1 hold: claim a.\n- 1 do not hold: claim b.")
+    assert text.endswith("Of 1 goals and claims of our own:\n\n- 1 hold in part: claim c.")
+
+
+def test_recorded_claims_have_names_of_their_own():
+    claims = [v.claim for v in judge_all(load())]
+    assert len(claims) == len(set(claims))
 
 
 @pytest.mark.parametrize(
@@ -387,7 +422,7 @@ def test_seeds_together_decide_what_one_alone_cannot():
 
     one, two = {43: seed(0.470)}, {43: seed(0.470), 44: seed(0.480)}
     plain = {"resnet18-plain": {42: found()}}
-    claim = "augmentation does not move it"
+    claim = "augmentation does not move the disparity"
     assert said({**plain, "resnet18-augmented": one}, claim).startswith("cannot be said: undecided at layer3")
     assert said({**plain, "resnet18-augmented": two}, claim) == "yes"
     apart = {43: seed(0.40), 44: seed(0.55)}

@@ -13,7 +13,7 @@ from pptp.plots import GREY, INK, MODEL_COLOURS, RISK, SEEN, as_svg, canvas, err
 
 from . import cost
 from .verdicts import having, judge_all, kept, leak, spread, turned
-from .where import INTERPOLATES, interpolates, pooled, shown, telling
+from .where import INTERPOLATES, STANDINGS, Verdict, interpolates, pooled, shown, telling
 from .work import HERE, RESULTS, plan
 
 PAGE = HERE.parent / "RESULTS.md"
@@ -39,11 +39,13 @@ def render() -> None:
     seeds_of = {base: list(telling(results, base)) for base in results}
     FIGURES.mkdir(exist_ok=True)
     draw("where", where_figure(one))
+    verdicts = judge_all(results) + cost.verdicts(costs, results)
     parts = [
+        in_short(verdicts),
         "Paper against ours (where: the seeds whose two models interpolate, together; what it buys: all seeds, mean and standard deviation):\n\n"
         + table(
             ["claim", "paper", "ours", "agrees"],
-            [[v.claim, v.paper, v.ours, v.agrees] for v in judge_all(results) + cost.verdicts(costs, results)],
+            [[v.claim, v.paper, v.ours, v.agrees] for v in verdicts],
         ),
         "![Disparity per stage](claims/figures/where.svg)\n\n" + where_table(one, seeds_of),
         f"<details><summary>Block by block</summary>\n\n{block_table(one)}\n\n</details>",
@@ -63,6 +65,17 @@ def render() -> None:
         parts.append(f"### What retraining costs over the same defense from scratch\n\n{cost_table(costs)}")
     replace_between("claims", "\n\n".join(parts))
     print(f"wrote {PAGE} from {sum(map(len, results.values()))} result files")
+
+
+def in_short(verdicts: Sequence[Verdict]) -> str:
+    """How many claims of the paper, and goals and claims of our own, stand how, by name."""
+    paragraphs = []
+    for whose, mine in (("claims of the paper", True), ("goals and claims of our own", False)):
+        asked = [v for v in verdicts if v.of_the_paper is mine]
+        by_standing = {standing: [v.claim for v in asked if v.standing == standing] for standing in STANDINGS}
+        lines = [f"- {len(names)} {standing}: {'; '.join(names)}." for standing, names in by_standing.items() if names]
+        paragraphs.append(f"Of {len(asked)} {whose}:\n\n" + "\n".join(lines))
+    return "\n\n".join(paragraphs)
 
 
 def not_run(base: str, seeds: Mapping[int, Mapping]) -> str:

@@ -21,7 +21,21 @@ class Verdict:
     ours: str
     agrees: str  # yes, no, partly, or why it cannot be said
 
+    @property
+    def of_the_paper(self) -> bool:
+        return not self.paper.startswith(("goal of", "ours,", "not in"))
 
+    @property
+    def standing(self) -> str:
+        """One of STANDINGS, by how `agrees` begins."""
+        if self.agrees.startswith("cannot be said"):
+            return "cannot be said here"
+        if self.agrees == "met" or self.agrees.startswith("yes"):
+            return "hold"
+        return "do not hold" if self.agrees.startswith(("no", "in 0 of", "for 0 of", "missed")) else "hold in part"
+
+
+STANDINGS = ("hold", "hold in part", "cannot be said here", "do not hold")
 Judge = Callable[[Results], Verdict | None]
 
 
@@ -239,12 +253,14 @@ CHANNELS = ("resnet18-wide256", PLAIN, "resnet18-wide1024")
 WHERE: list[Judge] = [
     _early_stages_safe,
     _last_stage_risky,
-    _same_place("augmentation does not move it", "Figure 3", (PLAIN, AUGMENTED)),
-    _ordered_effect("augmentation shrinks it", "Figure 3", (PLAIN, AUGMENTED), rises="no: it grows", falls="yes"),
-    _same_place("depth does not move it in ResNets", "Figure 10", (PLAIN, "resnet34-plain")),
-    _same_place("feature-map size does not move it", "Figure 4", MAPS),
+    _same_place("augmentation does not move the disparity", "Figure 3", (PLAIN, AUGMENTED)),
+    _ordered_effect(
+        "augmentation shrinks the disparity", "Figure 3", (PLAIN, AUGMENTED), rises="no: it grows", falls="yes"
+    ),
+    _same_place("depth does not move the disparity in ResNets", "Figure 10", (PLAIN, "resnet34-plain")),
+    _same_place("feature-map size does not move the disparity", "Figure 4", MAPS),
     _accuracy_of("larger maps at stage 4 raise test accuracy", "Table 1", MAPS, _grows),
-    _same_place("channels do not move it", "Figure 6", CHANNELS),
+    _same_place("channels do not move the disparity", "Figure 6", CHANNELS),
     _ordered_effect(
         "disparity at stage 4 grows with its channels", "Figure 6", CHANNELS, rises="yes", falls="no: it falls"
     ),

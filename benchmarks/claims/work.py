@@ -120,9 +120,13 @@ def keep_model(cell: Cell, run: Run, name: str) -> None:
         sys.exit(f"{run.path} has reference models: rows are made before them, or with that ensembles folder elsewhere")
     record = read_json(run.folder(name) / ("cost.json" if name == UNDEFENDED else "defense.json"), "")
     row = {**attacked(run, name), "cost": record.get("cost", record), "from_base": from_base(run, name)}
-    row["processor"] = torch.backends.cpu.get_cpu_capability()  # another one rounds otherwise, and is another training run
+    row["processor"] = (
+        torch.backends.cpu.get_cpu_capability()
+    )  # another one rounds otherwise, and is another training run
     if name != UNDEFENDED:
-        row["base"] = {"test_accuracy": evaluated(run, UNDEFENDED)["test_accuracy"]}  # of this folder, if it was trained again
+        row["base"] = {
+            "test_accuracy": evaluated(run, UNDEFENDED)["test_accuracy"]
+        }  # of this folder, if it was trained again
         row |= {key: record[key] for key in ("defense", "set", "cut", "rewind")}
         row["epochs"] = record["recipe"]["epochs"]
         row["result"] = {k: v for k, v in record["result"].items() if isinstance(v, int | float | str)}
