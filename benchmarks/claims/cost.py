@@ -26,7 +26,7 @@ from pptp.data import Pool
 from pptp.procedures import make_defense
 from pptp.runs import measured, read_json, versions, write_json
 
-from .verdicts import in_seeds, surely_better, utility, with_models
+from .verdicts import compared, together, utility, with_models
 from .where import AUGMENTED, PLAIN, Results, Verdict
 from .work import HERE, Cell, epochs_of
 
@@ -133,16 +133,15 @@ def verdicts(pairs: Mapping[str, Mapping], results: Results) -> list[Verdict]:
 
 
 def _beaten_for_less(pair: tuple[str, str], pairs: Mapping[str, Mapping], results: Results) -> Verdict | None:
-    """A short retraining of the augmented base against RelaxLoss from scratch: accuracy and leakage seed by seed, time as measured."""
+    """A short retraining of the augmented base against RelaxLoss from scratch: accuracy and leakage over the seeds that have both, time as measured."""
     mine, theirs = pair
     seeds, row = with_models(results, AUGMENTED, pair), pairs.get(named(AUGMENTED, mine, theirs))
     if not seeds or not row:
         return None
     claim = f"{mine} beats {theirs} in at most {GOAL} of its time"
     ours = f"{AUGMENTED}: {utility(seeds, mine)}; {utility(seeds, theirs)}; time {row['time']:.2f}, the base left out"
-    wins = [surely_better(m[mine], m[theirs]) for m in seeds.values()]
-    losses = [surely_better(m[theirs], m[mine]) for m in seeds.values()]
-    agrees = in_seeds(wins, losses) if row["time"] <= GOAL else f"no: it takes {row['time']:.2f}"
+    better = compared(together(seeds, mine), together(seeds, theirs))
+    agrees = better if row["time"] <= GOAL else f"no: it takes {row['time']:.2f}"
     return Verdict(claim, "goal of this project", ours, agrees)
 
 

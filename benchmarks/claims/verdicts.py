@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from .pooling import mean_of
 from .where import AUGMENTED, PLAIN, WHERE, Judge, Results, Verdict, shown
 
 GOAL_ACCURACY, GOAL_LEAK = 0.95, 0.55
@@ -54,50 +55,57 @@ def leaks_less(mine: Mapping, theirs: Mapping) -> bool:
     return leak(mine)["high"] < leak(theirs)["low"]
 
 
-def in_seeds(wins: Sequence[bool], losses: Sequence[bool]) -> str:
-    """The answers of several seeds in one."""
-    if all(wins):
-        return "yes" if len(wins) == 1 else f"yes, in all {len(wins)} seeds"
-    if all(losses):
-        return "no: the other way round"
-    if not any(wins) and not any(losses):
-        return "cannot be said: neither is surely better"
-    return f"in {sum(wins)} of {len(wins)} seeds" + (f", the other way round in {sum(losses)}" if any(losses) else "")
+def together(seeds: Mapping[int, Mapping], name: str) -> Mapping:
+    """One model over seeds: the means of its accuracy and leakage, whose intervals narrow with the number of seeds."""
+    rows = [models[name] for models in seeds.values()]
+    auc = mean_of([leak(row) for row in rows])
+    return {
+        "test_accuracy": mean_of([row["test_accuracy"] for row in rows]),
+        "attacks": {"confidence": {"auc": auc}},
+    }
+
+
+def compared(mine: Mapping, theirs: Mapping, by=surely_better) -> str:
+    if by(mine, theirs):
+        return "yes"
+    return "no: the other way round" if by(theirs, mine) else "cannot be said: neither is surely better"
 
 
 def _beats(
     claim: str, paper: str, mine: str, theirs: str, base: str = AUGMENTED, by=surely_better, rival_base: str = ""
 ) -> Judge:
-    """One model against another with the same members, seed by seed; of the same base, or of `rival_base`."""
+    """One model against another, over the seeds that have both; of the same base, or of `rival_base` with the same members."""
 
     def judge(results: Results) -> Verdict | None:
         rivals = with_models(results, rival_base or base, [theirs])
         seeds = {s: m for s, m in with_models(results, base, [mine]).items() if s in rivals}
         if not seeds:
             return None
-        wins = [by(m[mine], rivals[s][theirs]) for s, m in seeds.items()]
-        losses = [by(rivals[s][theirs], m[mine]) for s, m in seeds.items()]
-        ours = f"{base}: {utility(seeds, mine)}; {rival_base}{': ' if rival_base else ''}"
-        ours += utility({s: rivals[s] for s in seeds}, theirs)
-        return Verdict(claim, paper, ours, in_seeds(wins, losses))
+        rivals = {s: rivals[s] for s in seeds}
+        ours = f"{base}: {utility(seeds, mine)}; {rival_base}{': ' if rival_base else ''}{utility(rivals, theirs)} ({_seeds(seeds)})"
+        return Verdict(claim, paper, ours, compared(together(seeds, mine), together(rivals, theirs), by))
 
     return judge
 
 
 def _beats_scratch(defenses: Sequence[str], claim: str, paper: str, base: str = AUGMENTED) -> Judge:
-    """Is every from-scratch point of RelaxLoss beaten by some PPTP point of the same seed, in every seed that has any?"""
+    """Is every from-scratch point of RelaxLoss beaten by some PPTP point, over the seeds that have both?"""
 
     def judge(results: Results) -> Verdict | None:
         lines, won, lost = [], 0, 0
-        for name in sorted({n for r in results.get(base, {}).values() for n, m in r["models"].items() if _rival(m)}):
-            seeds = {s: m for s, m in with_models(results, base, [name]).items() if _candidates(m, defenses)}
-            if not seeds:
+        rivals, mine = (sorted(_named(results, base, _is)) for _is in (_rival, lambda m: _candidate(m, defenses)))
+        for name in rivals:
+            pairs = {n: seeds for n in mine if (seeds := with_models(results, base, [name, n]))}
+            answers = {n: compared(together(seeds, n), together(seeds, name)) for n, seeds in pairs.items()}
+            if not pairs:
                 continue
-            mine = {s: [n for n in _candidates(m, defenses) if surely_better(m[n], m[name])] for s, m in seeds.items()}
-            best = max(set.intersection(*map(set, mine.values())), key=lambda n: _gain(seeds, n), default=None)
-            lines.append(utility(seeds, name) + (f" (best against it: {utility(seeds, best)})" if best else ""))
-            won += all(mine.values())
-            lost += all(surely_better(m[name], m[n]) for m in seeds.values() for n in _candidates(m, defenses))
+            best = max((n for n in pairs if answers[n] == "yes"), key=lambda n: _gain(pairs[n], n), default=None)
+            seeds = with_models(results, base, [name])
+            lines.append(f"{utility(seeds, name)} ({_seeds(seeds)})")
+            if best:
+                lines[-1] += f", best against it {utility(pairs[best], best)} ({_seeds(pairs[best])})"
+            won += bool(best)
+            lost += all(answer.startswith("no") for answer in answers.values())
         if not lines:
             return None
         agrees = "yes" if won == len(lines) else f"for {won} of {len(lines)} points from scratch"
@@ -107,17 +115,17 @@ def _beats_scratch(defenses: Sequence[str], claim: str, paper: str, base: str = 
     return judge
 
 
+def _named(results: Results, base: str, wanted) -> set[str]:
+    return {name for found in results.get(base, {}).values() for name, m in found["models"].items() if wanted(m)}
+
+
 def _rival(model: Mapping) -> bool:
     return model.get("defense") == "relaxloss" and model["cut"] == "scratch"
 
 
-def _candidates(models: Mapping, defenses: Sequence[str]) -> list[str]:
+def _candidate(model: Mapping, defenses: Sequence[str]) -> bool:
     """Rewound and retrained from a cut on under one of these defenses."""
-    return [
-        name
-        for name, m in models.items()
-        if m.get("defense") in defenses and m["cut"] != "scratch" and m["rewind"] == "init"
-    ]
+    return model.get("defense") in defenses and model["cut"] != "scratch" and model["rewind"] == "init"
 
 
 def _gain(seeds: Mapping[int, Mapping], name: str) -> float:
@@ -134,7 +142,8 @@ def _reached(base: str, seeds: Mapping[int, Mapping]) -> Verdict | None:
     more than the goal, the most accurate that does not; beside the RelaxLoss from scratch nearest in leakage."""
     if not seeds:
         return None
-    everywhere = set.intersection(*(set(_candidates(m, (*OURS, "relaxloss"))) for m in seeds.values()))
+    wanted = (*OURS, "relaxloss")
+    everywhere = set.intersection(*({n for n, row in m.items() if _candidate(row, wanted)} for m in seeds.values()))
     able_ones = [n for n in everywhere if kept(seeds, n) >= GOAL_ACCURACY]
     rivals = {n for m in seeds.values() for n, row in m.items() if _rival(row)}
     if not able_ones or not rivals:
