@@ -54,15 +54,15 @@ def render() -> None:
         if any(len(found["models"]) > 1 for found in seeds.values()):
             draw(f"buys-{base}", frontier_figure(seeds))
             parts.append(
-                f"### What retraining {base} buys\n\n![Accuracy against leakage](claims/figures/buys-{base}.svg)\n\n{buys_table(seeds)}{not_run(base, seeds)}"
+                f"#### What retraining {base} buys\n\n![Accuracy against leakage](claims/figures/buys-{base}.svg)\n\n{buys_table(seeds)}{not_run(base, seeds)}"
             )
         for seed, found in seeds.items():
             if "adaptive" in found:
                 parts.append(
-                    f"#### {base}, seed {seed}: attacked with reference models of the attacker's own\n\n{adaptive_table(found)}"
+                    f"##### {base}, seed {seed}: attacked with reference models of the attacker's own\n\n{adaptive_table(found)}"
                 )
     if costs:
-        parts.append(f"### What retraining costs over the same defense from scratch\n\n{cost_table(costs)}")
+        parts.append(f"#### What retraining costs over the same defense from scratch\n\n{cost_table(costs)}")
     replace_between("claims", "\n\n".join(parts))
     print(f"wrote {PAGE} from {sum(map(len, results.values()))} result files")
 
