@@ -16,7 +16,7 @@ from .data import Part
 from .ensemble import Job, record_ensemble, references_for, train_all, train_reference
 from .errors import UserError
 from .evaluate import Evaluation, applicable, default_attacks, evaluate, run_attacks
-from .frontier import Point, Setting, Sweep, check_rounds, choose, grid, pareto, refined
+from .frontier import Point, Sweep, check_rounds, choose, grid, nearest, pareto, refined
 from .frontier import table as frontier_table
 from .gate import Rule, fails, judge, junit
 from .intervals import Estimate, proportion
@@ -24,6 +24,7 @@ from .measures import Effort, References
 from .models import atomically
 from .outputs import read_outputs
 from .plugins import code_of, find, registry
+from .procedures import Setting
 from .results import against, exposure, in_words, load_evaluation, read_slices, save_evaluation
 from .runs import UNDEFENDED, Run, measured, read_json, write_json
 from .signals import Needs, collect, needs_of
@@ -160,7 +161,7 @@ def table(evaluations: dict[str, Evaluation]) -> str:
     ]
     for name, found in evaluations.items():
         attack, auc = found.strongest
-        tpr = found.attacks[attack].turned.tpr_at(0.01)
+        tpr = found.attacks[attack].turned.tpr_at(0.01, 1 - 0.05 / len(found.attacks))
         shown = f"{replace(auc, note='')} {attack}{' inverted' if auc.high < 0.5 else ''}"
         lines.append(f"{name:<{width}}{found.train_accuracy!s:<22}{found.test_accuracy!s:<22}{shown:<42}{tpr}")
     lines += [f"{name} against {UNDEFENDED}: {in_words(d)}" for name, d in against(evaluations).items()]
@@ -362,13 +363,14 @@ def frontier_run(
     check_rounds(rounds)
     recipe = retrain_recipe(run.experiment.recipe, recipe_changes)
     cuts = [resolve_cut(run, cut) for cut in cuts]
-    settings = grid(defense, sweeps, list(dict.fromkeys(cuts)), rewind, recipe)
-    sweep = Sweep(run, TrunkCache(policy or Policy(), run.path))
+    policy = policy or Policy()
+    settings = grid(defense, sweeps, list(dict.fromkeys(cuts)), rewind, recipe, policy)
+    sweep = Sweep(run, TrunkCache(policy, run.path))
     sweep.check(settings)
     sweep.data = training_data(run, [defense])
     points = [_said(sweep.point(setting)) for setting in settings]
     for _ in range(rounds if target_auc is not None or min_accuracy is not None else 0):
-        near = choose(points, target_auc, min_accuracy) or min(points, key=lambda p: p.leak.value)
+        near = choose(points, target_auc, min_accuracy) or nearest(points, target_auc)
         more = _possible(sweep, refined(near.setting, [p.setting for p in points]))
         points += [_said(sweep.point(setting)) for setting in more]
     sweep.clear_shelf()
@@ -398,7 +400,9 @@ def _possible(sweep: Sweep, settings: Sequence[Setting]) -> list[Setting]:
 
 
 def _said(point: Point) -> Point:
-    print(f"{point.setting}: test accuracy {point.accuracy}, AUC {point.leak} by {point.attack}, {point.seconds:.1f} s")
+    print(
+        f"{point.setting}: test accuracy {point.accuracy}, AUC {point.leak} by {point.attack}, trained in {point.seconds:.1f} s"
+    )
     return point
 
 
@@ -412,6 +416,8 @@ def _command(run: Run, best: Point, changes: dict) -> str:
         for name, value in flags.items()
     ]
     given += [f"--rewind {setting.rewind}"] if setting.rewind != "init" else []
+    given += [f"--views {setting.views}"] if setting.views else []
+    given += [f"--cache-dtype {setting.cache_dtype}"] if setting.cache_dtype != "float32" else []
     name = f"{setting.defense.rpartition(':')[2].lower()}-{best.key[:6]}"
     return f"pptp retrain {run.path} --defense {setting.defense} {' '.join(given)} --name {name}"
 

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +20,10 @@ from .data import Part
 from .describe import describe
 from .describe import table as describe_table
 from .errors import UserError
-from .frontier import Setting
 from .localize import localize
 from .outside import Teachers
-from .plugins import code_of, find, settings_of
-from .procedures import KeepWeights, make_defense, train_base
+from .plugins import find
+from .procedures import KeepWeights, Setting, make_defense, train_base
 from .report import activity, write_report
 from .retrain import Defense, retrain
 from .runs import (
@@ -43,6 +42,8 @@ from .stages import SCRATCH, split_at, stages
 from .studies import save as save_section
 from .training import main_process, make_optimizer
 from .watching import Watching, keep_watched, slowdown
+
+HARDENED = "hardened"  # the model that `pptp harden` keeps
 
 
 def train_run(path: str, experiment: Experiment, fresh: bool = False, watching: Watching | None = None) -> Run:
@@ -243,8 +244,8 @@ def retrain_run(
     for defense, settings in defenses.items():
         make_defense(defense, settings)  # or refuse it, before anything else
         own = name and (f"{name}-control" if defense == "plain" and len(defenses) > 1 else name)
-        made = own or _job_name(defense, cut, rewind)
-        job = _Job(made, defense, tuple(settings), first_stage, rewind, recipe, policy.views, policy.dtype)
+        setting = Setting(defense, tuple(settings), first_stage, rewind, recipe, policy.views, policy.dtype)
+        job = _Job(own or _job_name(defense, cut, rewind), setting)
         jobs.append(job if defense in asked or fresh else job.beside(run))
     waiting = [job for job in jobs if job.is_needed(run, fresh)]  # refuses before anything is trained or deleted
     if waiting:
@@ -253,7 +254,7 @@ def retrain_run(
         for job in waiting:
             job.check(run, base, parts)
         cache = TrunkCache(policy, run.path)  # shared by all of them
-        data = replace(training_data(run, [job.defense for job in waiting]), shelf=shelf)
+        data = replace(training_data(run, [job.setting.defense for job in waiting]), shelf=shelf)
         for job in waiting:
             _retrain_one(run, job, data, parts, fresh, cache)
 
@@ -272,10 +273,10 @@ def training_data(run: Run, defenses: Sequence[str]) -> TrainingData:
 
 def _checked_name(name: str) -> str:
     if name and (
-        not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name in (UNDEFENDED, "half", "full", "other")
+        not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name in (UNDEFENDED, "half", "full", "other", HARDENED)
     ):
         raise UserError(
-            f"name is {name!r}: use letters, digits, dots, dashes and underscores, and not undefended, full, half or other"
+            f"name is {name!r}: use letters, digits, dots, dashes and underscores, and not undefended, full, half, other or {HARDENED}"
         )
     return name
 
@@ -293,52 +294,30 @@ def retrain_recipe(trained: Recipe, changes: dict) -> Recipe:
 
 @dataclass(frozen=True)
 class _Job:
-    """One retraining: everything that decides what it makes."""
+    """One retraining and the folder it goes to."""
 
     name: str
-    defense: str
-    settings: tuple[str, ...]
-    cut: str
-    rewind: str
-    recipe: Recipe
-    views: int = 0
-    cache_dtype: str = "float32"
+    setting: Setting
 
-    def plan(self) -> dict:
-        """As defense.json keeps it; of a defense from elsewhere with its code, since that has no version."""
-        chosen = make_defense(self.defense, self.settings)
-        own = {"code": code_of(type(chosen))} if ":" in self.defense else {}
-        if self.recipe.augment and self.views:  # else every epoch sees fresh ones
-            own["views"] = self.views
-        if self.cache_dtype != "float32":
-            own["cache_dtype"] = self.cache_dtype
-        return {
-            "defense": self.defense,
-            "set": settings_of(chosen),
-            "cut": self.cut,
-            "rewind": self.rewind,
-            "recipe": asdict(self.recipe),
-            **own,
-        }
+    def different(self, there: dict) -> list[str]:
+        """How another retraining, as its defense.json tells it, was made otherwise."""
+        plan = self.setting.plan()
+        return differences({key: there.get(key) for key in plan}, plan)
 
     def beside(self, run: Run) -> _Job:
         """Itself, or under another name where a control of other settings has the place: earlier defenses are compared with that."""
         taken = run.folder(self.name) / "defense.json"
-        if not taken.exists():
+        if not taken.exists() or not self.different(read_json(taken, "")):
             return self
-        there = read_json(taken, "")
-        if not differences({key: there.get(key) for key in self.plan()}, self.plan()):
-            return self
-        mark = hashlib.sha256(json.dumps(self.plan(), sort_keys=True, default=str).encode()).hexdigest()[:6]
-        return replace(self, name=f"{self.name}-{mark}")
+        text = json.dumps(self.setting.plan(), sort_keys=True, default=str)
+        return replace(self, name=f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}")
 
     def is_needed(self, run: Run, fresh: bool) -> bool:
         """False if it was done; refuses a folder that was made with other settings."""
         folder = run.folder(self.name)
         if fresh or not (folder / "defense.json").exists():
             return True
-        there = read_json(folder / "defense.json", "")
-        different = differences({key: there.get(key) for key in self.plan()}, self.plan())
+        different = self.different(read_json(folder / "defense.json", ""))
         if different:
             raise UserError(
                 f"{folder} was retrained with other settings ({'; '.join(different[:2])}): pass --name for another folder, or --fresh to replace it"
@@ -350,12 +329,13 @@ class _Job:
 
     def check(self, run: Run, base, parts) -> None:
         """Refuse whatever cannot work."""
-        defense = make_defense(self.defense, self.settings)
-        defense.check(run.splits.classes, self.recipe)
-        defense.check_start(self.rewind == "init")
-        split_at(parts, self.cut)
-        make_optimizer(base, self.recipe)
-        _rewind_state(run, self.rewind)
+        setting = self.setting
+        defense = make_defense(setting.defense, setting.settings)
+        defense.check(run.splits.classes, setting.recipe)
+        defense.check_start(setting.rewind == "init")
+        split_at(parts, setting.cut)
+        make_optimizer(base, setting.recipe)
+        _rewind_state(run, setting.rewind)
 
 
 def _rewind_state(run: Run, rewind: str):
@@ -369,17 +349,17 @@ def _rewind_state(run: Run, rewind: str):
 
 
 def _retrain_one(run: Run, job: _Job, data: TrainingData, parts, fresh: bool, cache: TrunkCache) -> None:
-    folder = run.folder(job.name)
+    folder, setting = run.folder(job.name), job.setting
     if fresh and main_process():
         shutil.rmtree(folder, ignore_errors=True)
-    defense = make_defense(job.defense, job.settings)
-    model, state = run.model(UNDEFENDED), _rewind_state(run, job.rewind)
-    write_json(folder / "defense.json", job.plan())
+    defense = make_defense(setting.defense, setting.settings)
+    model, state = run.model(UNDEFENDED), _rewind_state(run, setting.rewind)
+    write_json(folder / "defense.json", setting.plan())
     cost: dict[str, float] = {}
     with measured(cost):
         checkpoint = folder / "checkpoint.pt"
         result = retrain(
-            model, state, job.cut, defense, data, job.recipe, parts=parts, checkpoint=checkpoint, cache=cache
+            model, state, setting.cut, defense, data, setting.recipe, parts=parts, checkpoint=checkpoint, cache=cache
         )
     if not main_process():
         return
@@ -388,43 +368,31 @@ def _retrain_one(run: Run, job: _Job, data: TrainingData, parts, fresh: bool, ca
     _save_retrained(run, job, model, result, cost)
     forget_checkpoints(folder)
     print(
-        f"{job.name}: cut {job.cut}, {result['retrained_share']:.1%} of the weights retrained, {_sentence(result)}; trunk cache: {result['cache']}"
+        f"{job.name}: cut {setting.cut}, {result['retrained_share']:.1%} of the weights retrained, {_sentence(result)}; trunk cache: {result['cache']}"
     )
-    if job.defense != "plain":
+    if setting.defense != "plain":
         print(f"{job.name}: {activity(result)}")
 
 
 def _save_retrained(run: Run, job: _Job, model: nn.Module, result: dict, cost: dict) -> None:
-    defense = make_defense(job.defense, job.settings)
-    record = {**job.plan(), "repr": repr(defense), "result": result, "cost": cost}
+    defense = make_defense(job.setting.defense, job.setting.settings)
+    record = {**job.setting.plan(), "repr": repr(defense), "result": result, "cost": cost}
     write_json(run.folder(job.name) / "defense.json", record)
     run.save_model(job.name, model, _card(run, job, defense, result))  # last, since weights mean "done"
 
 
-def adopt(run: Run, name: str, setting: Setting, trained: Path) -> None:
+def adopt(run: Run, name: str, model: nn.Module, setting: Setting, trained: Path) -> None:
     """The model that a sweep has trained by `setting`, in the folder `trained`, as a retraining of the run; what had that name makes room."""
-    policy, made = Policy(), read_json(trained / "point.json", "")
-    job = _Job(
-        name,
-        setting.defense,
-        setting.settings,
-        setting.cut,
-        setting.rewind,
-        setting.recipe,
-        policy.views,
-        policy.dtype,
-    )
-    model = run.model(UNDEFENDED)
-    models.load_weights(model, models.read_weights(trained / "last.safetensors"), trained)
-    folder = run.folder(name)
+    made, folder = read_json(trained / "trained.json", ""), run.folder(name)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copy(trained / "history.jsonl", folder)
-    _save_retrained(run, job, model, made["result"], made["cost"])
+    _save_retrained(run, _Job(name, setting), model, made["result"], made["cost"])
 
 
 def _card(run: Run, job: _Job, defense, result: dict) -> str:
-    what = "retrained whole" if job.cut == SCRATCH else f"frozen before {job.cut}, retrained from there on"
+    cut = job.setting.cut
+    what = "retrained whole" if cut == SCRATCH else f"frozen before {cut}, retrained from there on"
     swapped = type(defense).adapt is not Defense.adapt or run.experiment.norm
     loading = (
         "Some of its layers were swapped, so it loads with pptp only."
@@ -433,7 +401,7 @@ def _card(run: Run, job: _Job, defense, result: dict) -> str:
     )
     return (
         f"---\nlibrary_name: timm\n---\n# {run.experiment.model}, {job.name}\n\n"
-        f"Made by pptp: {what}, rewound to {job.rewind}, under {defense!r}.\n\n"
+        f"Made by pptp: {what}, rewound to {job.setting.rewind}, under {defense!r}.\n\n"
         f"Differential privacy: {result.get('scope', 'none')}. What attacks find is in evaluate/ of the run it comes from.\n\n{loading}\n"
     )
 

@@ -320,9 +320,11 @@ def references_for(run: Run, name: str) -> References:
     return half_as_reference(run)
 
 
+HALF_AS_REFERENCE = "one reference model, the half model of localisation, on the samples that it was not trained on"
+
+
 def half_as_reference(run: Run) -> References:
     """M_h1, for which h1 is IN: attacks use it for the samples that it was not trained on, and leave out h1."""
     said = run.half_logits
     members = torch.from_numpy(np.isin(np.arange(len(run.splits.pool)), run.splits.h1.indices))
-    source = "one reference model, the half model of localisation, on the samples that it was not trained on"
-    return References(np.arange(len(said)), said[None], members[None], None, source)
+    return References(np.arange(len(said)), said[None], members[None], None, HALF_AS_REFERENCE)

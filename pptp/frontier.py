@@ -6,52 +6,31 @@ half: the best of many looks better than it is on the samples it was chosen by.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import shutil
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from torch import nn
 
 from . import models
-from .cache import TrunkCache
+from .cache import Policy, TrunkCache
 from .config import Recipe
 from .ensemble import references_for
 from .errors import UserError
 from .evaluate import MembershipScores, default_attacks, evaluate, fold_of
 from .intervals import Estimate, auc, proportion
-from .procedures import make_defense
-from .retrain import retrain
+from .plugins import code_of
+from .procedures import Setting, make_defense
+from .retrain import replay_adapt, retrain
 from .runs import UNDEFENDED, Run, forget_checkpoints, keep_history, measured, read_json, write_json
 from .signals import collect
 from .splits import TrainingData
 from .stages import split_at
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One point to train."""
-
-    defense: str
-    settings: tuple[str, ...]  # field=value
-    cut: str
-    rewind: str
-    recipe: Recipe
-
-    def key(self, base: str) -> str:
-        """Hash of all that makes the point, with the digest of the base model."""
-        recipe = {k: v for k, v in asdict(self.recipe).items() if k not in ("workers", "device")}
-        what = [self.defense, self.settings, self.cut, self.rewind, recipe, base, "strongest of each half"]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-
-    def __str__(self) -> str:
-        return " ".join([self.cut, *self.settings])
+from .training import device
 
 
 @dataclass(frozen=True)
@@ -60,25 +39,29 @@ class Point:
 
     setting: Setting
     accuracy: Estimate  # test accuracy, choosing half
-    leak: Estimate  # 1/2 + |AUC - 1/2| of the strongest attack, choosing half
+    leak: Estimate  # 1/2 + |AUC - 1/2| of the strongest attack, choosing half; interval corrected for choosing that attack, as below
     attack: str
     reported_accuracy: Estimate
-    reported_leak: Estimate  # of the strongest attack on the other half, which it was not chosen by; interval corrected for choosing that attack
+    reported_leak: Estimate  # of the strongest attack on the other half, which it was not chosen by
     reported_attack: str
     active: float
-    seconds: float
+    seconds: float  # of training, with the sub-models that it may share
     key: str = ""
 
 
 def grid(
-    defense: str, sweeps: Mapping[str, Sequence[str]], cuts: Sequence[str], rewind: str, recipe: Recipe
+    defense: str,
+    sweeps: Mapping[str, Sequence[str]],
+    cuts: Sequence[str],
+    rewind: str,
+    recipe: Recipe,
+    policy: Policy | None = None,
 ) -> list[Setting]:
     """Every combination of the swept values and the cuts."""
-    names = list(sweeps)
+    names, policy = list(sweeps), policy or Policy()
+    settings = [tuple(f"{n}={v}" for n, v in zip(names, values)) for values in itertools.product(*sweeps.values())]
     return [
-        Setting(defense, tuple(f"{name}={value}" for name, value in zip(names, values)), cut, rewind, recipe)
-        for cut in cuts
-        for values in itertools.product(*sweeps.values())
+        Setting(defense, each, cut, rewind, recipe, policy.views, policy.dtype) for cut in cuts for each in settings
     ]
 
 
@@ -116,6 +99,13 @@ def choose(points: Sequence[Point], target_auc: float | None, min_accuracy: floa
     return min(fit, key=lambda p: (p.leak.value, -p.accuracy.value))
 
 
+def nearest(points: Sequence[Point], target_auc: float | None) -> Point:
+    """Where no point is good enough: the least leaky, or, if only an accuracy was asked for, the most accurate."""
+    if target_auc is None:
+        return max(points, key=lambda p: p.accuracy.value)
+    return min(points, key=lambda p: p.leak.value)
+
+
 def refined(best: Setting, tried: Sequence[Setting]) -> list[Setting]:
     """Values halfway (by ratio, where all are positive) between the best one's and its neighbours', field by field."""
     found = []
@@ -130,7 +120,7 @@ def refined(best: Setting, tried: Sequence[Setting]) -> list[Setting]:
         for other in (*numbers[max(0, at - 1) : at], *numbers[at + 1 : at + 2]):
             middle = math.sqrt(mine * other) if min(mine, other) > 0 else (mine + other) / 2
             changed = (*best.settings[:position], f"{name}={middle:.4g}", *best.settings[position + 1 :])
-            found.append(Setting(best.defense, changed, best.cut, best.rewind, best.recipe))
+            found.append(replace(best, settings=changed))
     return [setting for setting in found if setting not in tried]
 
 
@@ -140,12 +130,12 @@ class Sweep:
     def __init__(self, run: Run, cache: TrunkCache | None = None):
         self.run, self.cache = run, cache or TrunkCache()
         self.data: TrainingData = run.splits.for_defense()
-        self.base = run.model(UNDEFENDED)
-        self.parts = run.parts(self.base)
+        self.parts = run.parts(run.model(UNDEFENDED))
         self.references = references_for(run, UNDEFENDED)
-        self.digest = f"{run.model_digest(UNDEFENDED)} {self.references.digest() if self.references else ''}"
+        self.attacks = default_attacks()
+        self.base = run.model_digest(UNDEFENDED)
         self.folder = run.path / "frontier"
-        self.shelf = self.folder / "shelf" / hashlib.sha256(self.digest.encode()).hexdigest()[:16]  # on this base alone
+        self.shelf = self.folder / "shelf" / self.base  # on this base alone
 
     def check(self, settings: Sequence[Setting]) -> None:
         """Refuse what cannot work, before anything is trained."""
@@ -156,21 +146,28 @@ class Sweep:
             defense.check_start(setting.rewind == "init")
 
     def point(self, setting: Setting) -> Point:
-        """Trained and measured now, or read back."""
-        key = setting.key(self.digest)
-        path = self.folder / key / "point.json"
-        if not path.exists():
-            self._train(setting, key, path)
+        """Trained and measured now, or read back; measured anew where the attacks or their reference models are others."""
+        key = setting.key(self.base)
+        folder, measured_by = self.folder / key, self._measured_by()
+        path = folder / "point.json"
+        if not (folder / "trained.json").exists():
+            self._train(setting, folder)
+        if not path.exists() or read_json(path, "")["by"] != measured_by:
+            found = self._measured(self.model(setting, folder), setting.cut)
+            write_json(path, {**read_json(folder / "trained.json", ""), **found, "by": measured_by})
         return _read_point(path, setting, key)
 
-    def _train(self, setting: Setting, key: str, path: Path) -> None:
+    def _measured_by(self) -> dict:
+        codes = {name: code_of(attack) for name, attack in self.attacks.items()}
+        return {"attacks": codes, "references": self.references.digest(), "splits": self.run.splits_digest()}
+
+    def _train(self, setting: Setting, folder: Path) -> None:
         model = self.run.model(UNDEFENDED)
         defense = make_defense(setting.defense, setting.settings)
         start = {"init": self.run.initial_weights, "none": lambda: None}.get(setting.rewind)
         if start is None:
             raise UserError(f"rewind is {setting.rewind!r}: a frontier starts from init or none")
         cost: dict[str, float] = {}
-        started = time.perf_counter()
         with measured(cost):
             result = retrain(
                 model,
@@ -180,17 +177,22 @@ class Sweep:
                 replace(self.data, shelf=self.shelf),
                 setting.recipe,
                 parts=self.parts,
-                checkpoint=path.with_name("checkpoint.pt"),
+                checkpoint=folder / "checkpoint.pt",
                 cache=self.cache,
             )
         cost["seconds"] = result.get("seconds", cost["seconds"])  # of all epochs, also of those before a resume
-        keep_history(path.parent)
-        models.write_weights(model, path.with_name("last.safetensors"))
-        found = self._measured(model, setting.cut)
-        seconds = time.perf_counter() - started
-        point = {**found, "active": result.get("active", 1.0), "seconds": seconds, "result": result, "cost": cost}
-        write_json(path, point)
-        forget_checkpoints(path.parent)
+        keep_history(folder)
+        models.write_weights(model, folder / "last.safetensors")
+        write_json(folder / "trained.json", {"result": result, "cost": cost})
+        forget_checkpoints(folder)
+
+    def model(self, setting: Setting, folder: Path) -> nn.Module:
+        """As it was trained, with the layers that its defense may have swapped."""
+        model = self.run.model(UNDEFENDED)
+        replay_adapt(model, self.run.parts(model), setting.cut, make_defense(setting.defense, setting.settings))
+        weights = folder / "last.safetensors"
+        models.load_weights(model, models.read_weights(weights), weights)
+        return model.eval().to(device(setting.recipe))
 
     def clear_shelf(self) -> None:
         """When no more points are to come: what they shared is large, and only points need it."""
@@ -202,25 +204,27 @@ class Sweep:
         members, nonmembers = self.run.attacked()
         parts = [members, nonmembers, s.test]
         model, (inside, outside, test) = self.cache.for_queries(model, self.parts, cut, parts)
-        evaluation = evaluate(model, inside, outside, test, default_attacks(), references=self.references)["model"]
+        evaluation = evaluate(model, inside, outside, test, self.attacks, references=self.references)["model"]
+        halves = fold_of(np.repeat([True, False], [len(inside), len(outside)]), 2, 0)
         corrected = 1 - 0.05 / len(evaluation.attacks)
         found: dict = {
             "attacks": {
-                name: [auc_of_half(scores, 0, 0.95).to_dict(), auc_of_half(scores, 1, corrected).to_dict()]
+                name: [auc_of_half(scores, halves == half, corrected).to_dict() for half in (0, 1)]
                 for name, scores in evaluation.attacks.items()
             }
         }
         said = collect(model, test)
         right = (said.logits.argmax(1) == said.labels).numpy()
-        halves = fold_of(np.ones(len(right), bool), 2, 0)
+        of_test = fold_of(np.ones(len(right), bool), 2, 0)
         found["accuracy"] = [
-            proportion(int(right[halves == k].sum()), int((halves == k).sum())).to_dict() for k in (0, 1)
+            proportion(int(right[of_test == k].sum()), int((of_test == k).sum())).to_dict() for k in (0, 1)
         ]
         return found
 
 
-def auc_of_half(scores: MembershipScores, half: int, confidence: float) -> Estimate:
-    mine = fold_of(scores.members, 2, 0) == half
+def auc_of_half(scores: MembershipScores, half: np.ndarray, confidence: float) -> Estimate:
+    """Of the samples in `half`, a mask over all that are attacked, of which an attack may score some only: a sample is in the same half for every attack."""
+    mine = half[scores.rows]
     return auc(scores.scores[mine & scores.members], scores.scores[mine & ~scores.members], confidence)
 
 
@@ -237,8 +241,8 @@ def _read_point(path: Path, setting: Setting, key: str) -> Point:
         accuracy[1],
         leaks[reported_attack][1],
         reported_attack,
-        value["active"],
-        value["seconds"],
+        value["result"].get("active", 1.0),
+        value["cost"]["seconds"],
         key,
     )
 
@@ -262,7 +266,7 @@ def table(points: Sequence[Point], best: Point | None) -> str:
             f"{mark:<6}{p.setting!s:<{width}}{p.accuracy!s:<24}{p.leak!s:<24}{p.attack:<14}{p.active:>8.0%}{p.seconds:>9.1f}"
         )
     lines.append(
-        "* no other point is better in both. 95 % intervals, on the half of the samples that points are chosen by."
+        "* no other point is better in both. 95 % intervals, on the half of the samples that points are chosen by; those of AUC are corrected for taking the strongest attack."
     )
     if best is not None:
         lines.append(

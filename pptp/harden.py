@@ -8,14 +8,15 @@ from dataclasses import replace
 
 from .attacking import evaluate_run
 from .cache import TrunkCache
-from .commands import adopt, localize_run, report_run, train_run, training_data
+from .commands import HARDENED, adopt, localize_run, report_run, train_run, training_data
 from .config import Experiment, Recipe
+from .ensemble import HALF_AS_REFERENCE
 from .errors import UserError
-from .frontier import Point, Setting, Sweep, check_rounds, choose, pareto, refined
-from .runs import UNDEFENDED, Run, write_json
+from .frontier import Point, Sweep, check_rounds, choose, nearest, pareto, refined
+from .procedures import Setting
+from .runs import UNDEFENDED, write_json
 from .stages import SCRATCH
 
-NAME = "hardened"
 SUB_MODELS = 10  # of SELENA, at first
 
 
@@ -34,13 +35,13 @@ def harden_run(path: str, experiment: Experiment, target_auc: float, rounds: int
     sweep.data = training_data(run, [setting.defense for setting in settings])
     points = [_said(sweep.point(setting)) for setting in settings]
     for _ in range(rounds):
-        near = choose(points, target_auc, None) or min(points, key=lambda p: p.leak.value)
+        near = choose(points, target_auc, None) or nearest(points, target_auc)
         points += [_said(sweep.point(setting)) for setting in around(near.setting, points)]
     sweep.clear_shelf()
-    best = choose(points, target_auc, None) or min(points, key=lambda p: p.leak.value)
-    _keep(run, best, points, target_auc)
+    best = choose(points, target_auc, None) or nearest(points, target_auc)
+    _keep(sweep, best, points, target_auc)
     evaluate_run(path)
-    print("\n" + "\n".join(explanation(best, points, target_auc)))
+    print("\n" + "\n".join(explanation(best, points, target_auc, sweep.references.source)))
     report_run(path)
     return best.reported_leak.value <= target_auc
 
@@ -59,7 +60,8 @@ def cuts_to_try(risk: dict) -> list[str]:
 
 def why_these(risk: dict) -> str:
     if SCRATCH in (risk["cut"], risk["strict_cut"]):
-        return "no stage could be called safe, so the last ones are tried"
+        gate = "" if risk["cut"] == SCRATCH else " by the stricter gate"
+        return f"no stage could be called safe{gate}, so the last ones are tried"
     return f"localisation says {risk['cut']}, its stricter gate {risk['strict_cut']}; from a stage before that to there"
 
 
@@ -96,11 +98,12 @@ def ladder(cuts: Sequence[str], trained: Recipe, classes: int, members: int) -> 
 
 
 def around(best: Setting, points: Sequence[Point]) -> list[Setting]:
-    """Values between the best one's and its neighbours', a shorter and a longer training; of SELENA softer and sharper labels, whose
+    """Values between the best one's and its neighbours', a shorter and a longer training (even lengths); of SELENA softer and sharper labels, whose
     sub-models all of these share, and labels from twice as many sub-models."""
     tried = [p.setting for p in points]
     alike = [s for s in tried if (s.defense, s.recipe) == (best.defense, best.recipe) and _in_one_field(s, best)]
-    epochs = {max(2, best.recipe.epochs * 2 // 3 // 2 * 2), best.recipe.epochs * 4 // 3 // 2 * 2}
+    now = best.recipe.epochs
+    epochs = {max(2, now * 2 // 3 // 2 * 2), max(now + 2, now * 4 // 3 // 2 * 2)}
     lengths = [replace(best, recipe=replace(best.recipe, epochs=count)) for count in sorted(epochs)]
     labels = _other_labels(best) if best.defense == "selena" else []
     return [s for s in dict.fromkeys([*refined(best, alike), *lengths, *labels]) if s not in tried]
@@ -132,15 +135,16 @@ def label(setting: Setting) -> str:
 
 def _said(point: Point) -> Point:
     print(
-        f"{label(point.setting)}: test accuracy {point.accuracy}, AUC {point.leak} by {point.attack}, {point.seconds:.0f} s",
+        f"{label(point.setting)}: test accuracy {point.accuracy}, AUC {point.leak} by {point.attack}, trained in {point.seconds:.0f} s",
         flush=True,
     )
     return point
 
 
-def _keep(run: Run, best: Point, points: Sequence[Point], target_auc: float) -> None:
+def _keep(sweep: Sweep, best: Point, points: Sequence[Point], target_auc: float) -> None:
     """The chosen point as a model of the run, and all that were tried."""
-    adopt(run, NAME, best.setting, run.path / "frontier" / best.key)
+    folder = sweep.folder / best.key
+    adopt(sweep.run, HARDENED, sweep.model(best.setting, folder), best.setting, folder)
     rows = [
         {
             "setting": label(p.setting),
@@ -155,11 +159,12 @@ def _keep(run: Run, best: Point, points: Sequence[Point], target_auc: float) -> 
         }
         for p in points
     ]
-    write_json(run.path / "harden.json", {"target_auc": target_auc, "points": rows})
+    kept = {"target_auc": target_auc, "references": sweep.references.source, "points": rows}
+    write_json(sweep.run.path / "harden.json", kept)
 
 
-def explanation(best: Point, points: Sequence[Point], target_auc: float) -> list[str]:
-    """What was chosen and why, from the half of the samples that it was not chosen by."""
+def explanation(best: Point, points: Sequence[Point], target_auc: float, references: str) -> list[str]:
+    """What was chosen and why, from the half of the samples that it was not chosen by; `references` says by which reference models."""
     leak, front = best.reported_leak, pareto(points)
     fulfilled = sum(p.leak.value <= target_auc for p in points)
     reached = (
@@ -178,15 +183,17 @@ def explanation(best: Point, points: Sequence[Point], target_auc: float) -> list
         f"Tried {len(points)} settings, {len(front)} of which no other beats in both accuracy and leakage.",
         f"Chosen: {label(best.setting)}: {why}.",
         f"On the other half: test accuracy {best.reported_accuracy}, AUC {leak} by {best.reported_attack}, the strongest there (interval corrected for taking the strongest). The target of {target_auc:g} is {reached}.",
-        f"{UNDEFENDED} and {NAME} are compared on all samples above; {NAME} was chosen by half of them, so trust the other half's figures for it.",
-        *_teacher(best),
-        "The frozen layers were trained on the members without protection, and attacks with reference models find more: run pptp ensemble with --procedure hardened before signing off.",
+        f"{UNDEFENDED} and {HARDENED} are compared on all samples above; {HARDENED} was chosen by half of them, so trust the other half's figures for it.",
+        f"All settings were attacked with {references}.",
+        *_teacher(best, references),
+        f"The frozen layers were trained on the members without protection, and attacks with reference models of its own procedure find more: run pptp ensemble with --procedure {HARDENED} before signing off.",
     ]
 
 
-def _teacher(best: Point) -> list[str]:
+def _teacher(best: Point, references: str) -> list[str]:
     """What an attack with the half model as reference means where that model was a teacher."""
-    if best.setting.defense != "crossfit" or best.reported_attack not in ("rmia_offline", "calibration"):
+    by_reference = best.reported_attack in ("rmia_offline", "calibration") and references == HALF_AS_REFERENCE
+    if best.setting.defense != "crossfit" or not by_reference:
         return []
     return [
         "Its strongest attack compares it with the half model, which was one of its teachers: reference models of an attacker's own may find more or less."

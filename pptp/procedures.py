@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +14,12 @@ import numpy as np
 from torch import Tensor, nn
 
 from . import models
+from .cache import Policy, TrunkCache
 from .config import Experiment, Recipe
 from .data import Part
 from .errors import UserError
 from .outside import Teachers
-from .plugins import build
+from .plugins import build, code_of, settings_of
 from .retrain import Defense, retrain
 from .splits import TrainingData, halves
 from .stages import SCRATCH, Stage, snapshot
@@ -40,6 +43,45 @@ def make_defense(name: str, settings: Sequence[str] = ()) -> Defense:
     if not isinstance(built, Defense):
         raise UserError(f"{name!r} is not a defense: it must be a class that inherits from pptp.Defense")
     return built
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One retraining: everything that decides what it makes of a base."""
+
+    defense: str
+    settings: tuple[str, ...]  # field=value
+    cut: str
+    rewind: str
+    recipe: Recipe
+    views: int = 0  # of the trunk cache
+    cache_dtype: str = "float32"
+
+    def plan(self) -> dict:
+        """As defense.json keeps it; of a defense from elsewhere with its code, since that has no version."""
+        chosen = make_defense(self.defense, self.settings)
+        own = {"code": code_of(type(chosen))} if ":" in self.defense else {}
+        if self.recipe.augment and self.views:  # else every epoch sees fresh ones
+            own["views"] = self.views
+        if self.cache_dtype != "float32":
+            own["cache_dtype"] = self.cache_dtype
+        return {
+            "defense": self.defense,
+            "set": settings_of(chosen),
+            "cut": self.cut,
+            "rewind": self.rewind,
+            "recipe": asdict(self.recipe),
+            **own,
+        }
+
+    def key(self, base: str) -> str:
+        """Hash of the plan, and of the base model's digest; not of where it is trained."""
+        plan = self.plan()
+        recipe = {k: v for k, v in plan["recipe"].items() if k not in ("workers", "device")}
+        return hashlib.sha256(json.dumps([{**plan, "recipe": recipe}, base], default=str).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return " ".join([self.cut, *self.settings])
 
 
 def train_base(
@@ -88,7 +130,9 @@ def train_like(
     if defense.needs_outside:
         data = replace(data, outside=_own_outside(experiment, model, initial, data, base_recipe, folder, shared))
     start = _start(plan["rewind"], initial, folder)
-    retrain(model, start, cut, defense, data, recipe, monitors, parts=parts, checkpoint=folder / "checkpoint.pt")
+    cache = TrunkCache(Policy(views=plan.get("views", 0), dtype=plan.get("cache_dtype", "float32")), folder)
+    checkpoint = folder / "checkpoint.pt"
+    retrain(model, start, cut, defense, data, recipe, monitors, parts=parts, checkpoint=checkpoint, cache=cache)
     return cut
 
 

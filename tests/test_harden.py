@@ -7,11 +7,12 @@ import pytest
 
 from pptp.cli import main
 from pptp.config import Recipe
-from pptp.frontier import Point, Setting
-from pptp.harden import around, cuts_to_try, explanation, ladder
+from pptp.ensemble import HALF_AS_REFERENCE
+from pptp.frontier import Point
+from pptp.harden import around, cuts_to_try, explanation, ladder, why_these
 from pptp.intervals import Estimate
 from pptp.models import read_weights, weights_digest
-from pptp.procedures import make_defense
+from pptp.procedures import Setting, make_defense
 from pptp.runs import Run, read_json
 
 STAGES = ["stem", "layer1", "layer2", "layer3", "layer4", "head"]
@@ -33,6 +34,18 @@ def risk(cut, strict):
 )
 def test_cuts_around_what_localisation_says(cut, strict, tried):
     assert cuts_to_try(risk(cut, strict)) == tried
+
+
+@pytest.mark.parametrize(
+    ("cut", "strict", "words"),
+    [
+        ("layer4", "layer3", "localisation says layer4, its stricter gate layer3"),
+        ("layer4", "scratch", "no stage could be called safe by the stricter gate"),
+        ("scratch", "scratch", "no stage could be called safe, so"),
+    ],
+)
+def test_why_these_cuts(cut, strict, words):
+    assert words in why_these(risk(cut, strict))
 
 
 def test_the_ladder_is_short_but_not_too_short_and_relaxloss_gets_even_epochs():
@@ -69,6 +82,8 @@ def test_refines_between_neighbours_and_in_length():
     assert [(s.settings, s.recipe.epochs) for s in found] == [
         (("weight=0.7071",), 6), (("weight=1.0",), 4), (("weight=1.0",), 8),
     ]  # fmt: skip
+    short = point(1.0, 0.55, 0.4, epochs=4)
+    assert [s.recipe.epochs for s in around(short.setting, [short])] == [2, 6], "a longer one even after four epochs"
 
 
 def selena_settings():
@@ -109,19 +124,32 @@ def test_the_number_of_sub_models_is_doubled_once_and_never_halfway():
 )
 def test_the_verdict_is_that_of_samples_it_was_not_chosen_by(reported, sentence):
     best = point(1.0, 0.53, 0.4, reported)
-    assert any(sentence in line for line in explanation(best, [best, point(0.5, 0.7, 0.5)], 0.55))
-    assert "the least leaky" in " ".join(explanation(best, [best], 0.51))
+    assert any(sentence in line for line in explanation(best, [best, point(0.5, 0.7, 0.5)], 0.55, "16 models"))
+    assert "the least leaky" in " ".join(explanation(best, [best], 0.51, "16 models"))
+
+
+def test_the_half_model_is_called_a_teacher_only_where_it_is_the_reference():
+    best = replace(point(1.0, 0.53, 0.4), reported_attack="rmia_offline")
+    said = [" ".join(explanation(best, [best], 0.55, source)) for source in (HALF_AS_REFERENCE, "16 models")]
+    assert ["one of its teachers" in text for text in said] == [True, False]
+    assert f"attacked with {HALF_AS_REFERENCE}." in said[0] and "attacked with 16 models." in said[1]
 
 
 def test_the_whole_command(tmp_path, capsys):
     flags = ["--members", "80", "--reference", "20", "--nonmembers", "80", "--test", "40", "--epochs", "2", "-b", "20", "--opt", "adamw",
-             "--limit-classes", "4", "--limit-per-class", "60", "--lr", "0.003", "--no-augment", "--rounds", "0"]  # fmt: skip
+             "--limit-classes", "4", "--limit-per-class", "60", "--lr", "0.003", "--no-augment"]  # fmt: skip
     path = tmp_path / "r"
-    code = main(["harden", "test_resnet", "digits", "--run", str(path), "--target-auc", "0.99", *flags])
+
+    def harden(target, rounds):
+        return main(
+            ["harden", "test_resnet", "digits", "--run", str(path), "--target-auc", target, "--rounds", rounds, *flags]
+        )
+
+    code = harden("0.99", "1")
     said = capsys.readouterr().out
-    assert code == 0 and "Chosen:" in said and "reached" in said
+    assert code == 0 and "Chosen:" in said and "The target of 0.99 is surely reached" in said
     kept = json.loads((path / "harden.json").read_text())
-    assert sum(p["chosen"] for p in kept["points"]) == 1 and len(kept["points"]) == 14
+    assert sum(p["chosen"] for p in kept["points"]) == 1 and len(kept["points"]) > 14, "14, and those of refinement"
     run = Run.open(path)
     assert run.trained_names() == ["undefended", "hardened"] and (path / "report.html").exists()
     tried = [weights_digest(read_weights(p)) for p in path.glob("frontier/*/last.safetensors")]
@@ -133,7 +161,10 @@ def test_the_whole_command(tmp_path, capsys):
     assert chosen.startswith(record["defense"]) and record["recipe"]["epochs"] == len(rows.read_text().splitlines())
     assert record["cost"]["seconds"] > 0 and not list(path.glob("frontier/*/checkpoint*"))
     assert not (path / "frontier" / "shelf").exists(), "what points share is needed by no one now"
-    assert main(["harden", "test_resnet", "digits", "--run", str(path), "--target-auc", "0.99", *flags]) == 0  # resumes
+    stamps = {p: p.stat().st_mtime_ns for p in path.glob("frontier/*/point.json")}
+    assert harden("0.501", "0") == 1, "a target that is missed"
+    assert "The target of 0.501 is not reached" in capsys.readouterr().out and "hardened" in run.trained_names()
+    assert stamps == {p: p.stat().st_mtime_ns for p in path.glob("frontier/*/point.json")}, "nothing is made twice"
 
 
 def test_bad_targets_are_refused_before_any_work(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """The execution cut, the trunk cache, and retraining from it: the same result, at the speed of the suffix."""
 
 import copy
+import dataclasses
 import shutil
 
 import numpy as np
@@ -274,6 +275,12 @@ def test_a_frontier_retrains_every_point_once_chooses_and_refines(tmp_path, caps
     assert "No point fulfils" in capsys.readouterr().out
     assert stamps == {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/point.json")}
     assert main(["report", str(run)]) == 0 and "Settings that were tried" in (run / "report.html").read_text()
+    trained = {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/trained.json")}
+    assert main(["ensemble", str(run), "--models", "2"]) == 0
+    assert main([*sweep, "--rounds", "0"]) == 0
+    again = [pptp.runs.read_json(p, "")["attacks"] for p in stamps if p.stat().st_mtime_ns != stamps[p]]
+    assert len(again) == 4 and all("rmia" in attacks for attacks in again), "by the reference models that are there now"
+    assert trained == {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/trained.json")}, "but not trained again"
     for more, says in (
         (["--set", "alpha=9"], "alpha is 9"),
         (["--target-auc", "60"], "target_auc is 60"),
@@ -343,8 +350,9 @@ def test_a_control_of_other_settings_gets_a_place_of_its_own(tmp_path):
 
 
 def test_pareto_and_choice():
-    from pptp.frontier import Point, Setting, choose, pareto, refined
+    from pptp.frontier import Point, choose, nearest, pareto, refined
     from pptp.intervals import Estimate
+    from pptp.procedures import Setting
 
     def point(accuracy, leak, alpha):
         setting = Setting("relaxloss", (f"alpha={alpha}",), "layer4", "init", pptp.Recipe())
@@ -358,12 +366,16 @@ def test_pareto_and_choice():
         and choose([a, b, c, d], None, 0.55) is b
         and choose([a, b, c, d], 0.5, None) is None
     )
+    assert nearest([a, b, c, d], 0.51) is d and nearest([a, b, c, d], None) is a, (
+        "of an accuracy that none has, the highest"
+    )
     values = sorted(float(s.settings[0][6:]) for s in refined(b.setting, [p.setting for p in (a, b, c, d)]))
     assert values == pytest.approx([0.3536, 0.7071], abs=1e-3)
 
 
 def test_a_point_is_reported_by_the_attack_that_is_strongest_where_it_was_not_chosen(tmp_path):
-    from pptp.frontier import Setting, _read_point
+    from pptp.frontier import _read_point
+    from pptp.procedures import Setting
     from pptp.runs import write_json
 
     def e(value):
@@ -371,23 +383,59 @@ def test_a_point_is_reported_by_the_attack_that_is_strongest_where_it_was_not_ch
 
     attacks = {"a": [e(0.6), e(0.52)], "b": [e(0.55), e(0.58)], "turned": [e(0.5), e(0.38)]}
     write_json(
-        tmp_path / "point.json", {"attacks": attacks, "accuracy": [e(0.5), e(0.4)], "active": 1.0, "seconds": 1.0}
+        tmp_path / "point.json",
+        {"attacks": attacks, "accuracy": [e(0.5), e(0.4)], "result": {"active": 1.0}, "cost": {"seconds": 1.0}},
     )
     point = _read_point(tmp_path / "point.json", Setting("plain", (), "layer4", "init", pptp.Recipe()), "key")
     assert (point.attack, point.leak.value) == ("a", 0.6)
     assert (point.reported_attack, round(point.reported_leak.value, 3)) == ("turned", 0.62)
 
 
-def test_halves_of_a_point_share_no_sample_and_the_reported_one_has_the_wider_interval():
-    from pptp.evaluate import MembershipScores
+def test_halves_of_a_point_share_no_sample_and_a_corrected_interval_is_wider():
+    from pptp.evaluate import MembershipScores, fold_of
     from pptp.frontier import auc_of_half
 
     members = np.arange(400) % 2 == 0
+    halves = fold_of(members, 2, 0)
     scores = MembershipScores(np.random.default_rng(0).normal(size=400) + members, members)
-    one, other = (auc_of_half(scores, half, 0.95) for half in (0, 1))
-    corrected = auc_of_half(scores, 1, 1 - 0.05 / 8)
+    one, other = (auc_of_half(scores, halves == half, 0.95) for half in (0, 1))
+    corrected = auc_of_half(scores, halves == 1, 1 - 0.05 / 8)
     assert one.value != other.value == corrected.value and corrected.low < other.low and corrected.high > other.high
     assert scores.auc.value == pytest.approx((one.value + other.value) / 2, abs=0.03)
+
+
+def test_a_sample_is_in_the_same_half_for_an_attack_that_scores_some_only():
+    """The half model as reference leaves out the members that it was trained on."""
+    from pptp.evaluate import MembershipScores, fold_of
+    from pptp.frontier import auc_of_half
+
+    members = np.repeat([True, False], 200)
+    first = fold_of(members, 2, 0) == 0
+    values = np.where(
+        first, np.random.default_rng(0).normal(size=400), 9.0 * members
+    )  # the other half tells everything
+    rows = np.flatnonzero(~members | (np.arange(400) % 2 == 0))
+    for scored in (np.arange(400), rows):
+        scores = MembershipScores(values[scored], members[scored], rows=scored)
+        assert auc_of_half(scores, ~first, 0.95).value == 1.0
+        assert auc_of_half(scores, first, 0.95).value == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_point_is_another_one_if_it_was_trained_on_kept_views_or_by_other_code(tmp_path, monkeypatch):
+    from pptp.procedures import Setting
+
+    (tmp_path / "mine.py").write_text("from defenses import Plain\n\n\nclass Own(Plain):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    one = Setting("mine:Own", (), "layer4", "init", pptp.Recipe(augment=True))
+    assert one.key("base") == one.key("base") != one.key("another base")
+    assert one.key("base") == dataclasses.replace(one, recipe=pptp.Recipe(augment=True, workers=3)).key("base")
+    views = dataclasses.replace(one, views=4)
+    assert views.key("base") != one.key("base")
+    bare = [dataclasses.replace(s, recipe=pptp.Recipe(augment=False)).key("base") for s in (one, views)]
+    assert bare[0] == bare[1], "without augmentation there are no views"
+    before = one.key("base")
+    monkeypatch.setattr("pptp.procedures.code_of", lambda owner: "edited")
+    assert one.key("base") != before
 
 
 def test_weights_do_not_depend_on_who_else_used_the_cache(trained, splits, quick):
