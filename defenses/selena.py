@@ -93,7 +93,7 @@ class Selena(Defense):
         recipe = replace(recipe, epochs=self.sub_epochs or recipe.epochs)
         jobs = [
             (
-                copy.deepcopy(model),
+                model,
                 members,
                 np.flatnonzero(~left_out[:, k]),
                 replace(recipe, seed=recipe.seed + 1000 * (k + 1)),
@@ -104,8 +104,8 @@ class Selena(Defense):
             for k in range(self.k)
         ]
         if self.processes == 1:
-            done = dict(enumerate(_sub_model(*job) for job in jobs))
-            return torch.stack([done[k][0] for k in done]), sum(done[k][1] for k in done)
+            done = [_sub_model(*job) for job in jobs]
+            return torch.stack([said for said, _ in done]), sum(seconds for _, seconds in done)
         threads = max(1, torch.get_num_threads() // self.processes)
         with ProcessPoolExecutor(
             self.processes, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,)
@@ -118,7 +118,7 @@ class Selena(Defense):
 def _sub_model(
     model: nn.Module, members: Dataset, rows: np.ndarray, recipe, k: int, views: int, folder: Path | None
 ) -> tuple[Tensor, float]:
-    """Train sub-model k on `rows` of the members: its probabilities on all of them, (n, classes), and the seconds it took."""
+    """Train a copy of the model, sub-model k, on `rows` of the members: its probabilities on all of them, (n, classes), and the seconds it took."""
     part = Part(members, rows, f"sub-model {k}")
     name = f"{fingerprint_of(model, part, recipe, cross_entropy)}-{views}"  # students of another length or temperature share it
     saved = folder / f"said_{name}.pt" if folder else None
@@ -126,6 +126,7 @@ def _sub_model(
         there = torch.load(saved, weights_only=True)
         return there["said"], there["seconds"]
     started = time.perf_counter()
+    model = copy.deepcopy(model)  # only now, so that no more than one is held at a time
     checkpoint = folder / f"sub_{name}.pt" if folder else None
     fit(model, part, recipe, checkpoint=checkpoint, title=f"selena sub-model {k + 1}")
     said, seconds = probabilities(model, members, views), time.perf_counter() - started

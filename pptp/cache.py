@@ -46,12 +46,12 @@ class Policy:
             if not holds:
                 raise UserError(f"cache {name} is {getattr(self, name)!r}: it must be {rule}")
 
-    def place(self, size: int) -> str:
-        """ "memory", "disk" or "none" for so many bytes."""
+    def place(self, size: int, held: int = 0, filed: int = 0) -> str:
+        """ "memory", "disk" or "none" for so many bytes, next to those that memory and files hold already."""
         budget = self.gigabytes * 2**30
         if self.kind != "auto":
             return self.kind
-        return "memory" if size <= budget else "disk" if size <= 10 * budget else "none"
+        return "memory" if held + size <= budget else "disk" if filed + size <= 10 * budget else "none"
 
 
 class Activations(Part):
@@ -84,6 +84,7 @@ class TrunkCache:
     kept: dict[str, Activations] = field(default_factory=dict, repr=False)
     pools: dict[int, Dataset] = field(default_factory=dict, repr=False)
     files: tempfile.TemporaryDirectory | None = field(default=None, repr=False)
+    in_files: set[str] = field(default_factory=set, repr=False)
 
     def prepare(
         self,
@@ -108,15 +109,15 @@ class TrunkCache:
         parts_of_data = [data.members] + (
             [data.reference] if data.reference is not None and len(data.reference) else []
         )
-        size = self.size(suffix, sum(map(len, parts_of_data)), views)
-        place = self.policy.place(size)
+        trunk, _ = split_at(parts, cut)
+        size = self.size(suffix, parts_of_data, views)
+        place = self.place(suffix, trunk, parts_of_data, views)
         if place == "none":
             return (
                 model,
                 data,
-                f"its {size / 2**30:.1f} GB are over the budget of {self.policy.gigabytes:g} GB (--cache-gb)",
+                f"its {size / 2**30:.1f} GB and what is kept already are over the budget of {self.policy.gigabytes:g} GB (--cache-gb)",
             )
-        trunk, _ = split_at(parts, cut)
         found = [self.activations(suffix, trunk, part, views, place, batch_size) for part in parts_of_data]
         cached = replace(data, members=found[0], reference=found[1] if len(found) > 1 else data.reference)
         return suffix, cached, f"{size / 2**20:.0f} MB in {place}"
@@ -132,14 +133,26 @@ class TrunkCache:
             suffix = Suffix(model, parts, cut, indexed(data[0])[0][0].shape)
         except CannotCut:
             return model, data
-        place = self.policy.place(self.size(suffix, sum(map(len, data)), 0))
+        place = self.place(suffix, trunk, data)
         if place == "none":
             return model, data
         return suffix, [self.activations(suffix, trunk, part, 0, place) for part in data]
 
-    def size(self, suffix: Suffix, samples: int, views: int) -> int:
+    def size(self, suffix: Suffix, data: Sequence[Dataset], views: int = 0) -> int:
         each = int(np.prod(suffix.plan.shape)) * torch.finfo(DTYPES[self.policy.dtype]).bits // 8
-        return each * samples * (1 + views)
+        return each * sum(map(len, data)) * (1 + views)
+
+    def place(self, suffix: Suffix, trunk: Sequence[Stage], data: Sequence[Dataset], views: int = 0) -> str:
+        """Where to keep what is not kept yet; if all is, where that is."""
+        keys = [self._key(suffix, trunk, indexed(part), views) for part in data]
+        missing = [part for part, key in zip(data, keys) if key not in self.kept]
+        if not missing:
+            return "disk" if self.in_files & set(keys) else "memory"
+        held, filed = (
+            sum(there.store.nbytes for key, there in self.kept.items() if (key in self.in_files) is in_file)
+            for in_file in (False, True)
+        )
+        return self.policy.place(self.size(suffix, missing, views), held, filed)
 
     def activations(
         self,
@@ -189,6 +202,7 @@ class TrunkCache:
                 Path(self.folder).mkdir(parents=True, exist_ok=True)
             self.files = tempfile.TemporaryDirectory(prefix=".activations-", dir=self.folder)
         path = Path(self.files.name) / key
+        self.in_files.add(key)
         return torch.from_numpy(np.memmap(path, np.dtype(self.policy.dtype), "w+", shape=shape))
 
 

@@ -438,6 +438,28 @@ def test_a_point_is_another_one_if_it_was_trained_on_kept_views_or_by_other_code
     assert one.key("base") != before
 
 
+def test_the_budget_is_for_all_that_is_kept(model, splits):
+    """Cuts that a cache has seen before count, and what is kept already is not asked for again."""
+    parts = stages(model, (3, 32, 32))
+
+    def placed(cache, cut):
+        freeze(split_at(parts, cut)[0])
+        return cache.prepare(model, parts, cut, splits.for_defense(), augment=False)[2].rpartition(" ")[2]
+
+    def bytes_of(cut):
+        placed(one := TrunkCache(), cut)
+        return sum(there.store.nbytes for there in one.kept.values())
+
+    room = max(bytes_of("layer3"), bytes_of("layer4")) / 2**30
+    cache = TrunkCache(Policy(gigabytes=room))
+    assert [placed(cache, cut) for cut in ("layer3", "layer4", "layer4", "layer3")] == [
+        "memory",
+        "disk",
+        "disk",
+        "memory",
+    ]
+
+
 def test_weights_do_not_depend_on_who_else_used_the_cache(trained, splits, quick):
     model, initial = trained
     alone, shared = TrunkCache(), TrunkCache()
