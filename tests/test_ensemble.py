@@ -340,3 +340,21 @@ def test_reference_models_start_where_the_target_started(run, tmp_path):
             replace(opened.experiment.recipe, seed=opened.experiment.recipe.seed + 7919),
         )
         assert np.allclose(said["logits"], pptp.collect(model, opened.splits.pool).logits, atol=1e-4)
+
+
+def test_a_reference_model_is_retrained_on_as_many_kept_views_as_its_target(
+    model, splits, quick, tmp_path, monkeypatch
+):
+    from pptp import procedures
+    from pptp.config import Experiment
+
+    said, real = [], procedures.retrain
+    monkeypatch.setattr(procedures, "retrain", lambda *a, **k: said.append(real(*a, **k)["cache"]))
+    augmented = replace(quick, augment=True)
+    parts = pptp.stages(model, (3, 32, 32))
+    for views in (0, 2):
+        plan = procedures.Setting("plain", (), "layer4", "init", augmented, views).plan()
+        procedures.train_like(
+            Experiment(recipe=quick), plan, model, parts, splits.for_defense(), tmp_path / str(views), seed=1
+        )
+    assert "every epoch sees fresh views" in said[0] and said[1].endswith("in memory")
