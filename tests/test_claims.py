@@ -2,14 +2,16 @@
 
 import shutil
 
+import numpy as np
 import pytest
+from scipy.stats import norm
 
 from benchmarks.claims import cost, verdicts
 from benchmarks.claims import work as harness
 from benchmarks.claims.__main__ import main
-from benchmarks.claims.pooling import DELTA, _stall, mean_of
+from benchmarks.claims.pooling import DELTA, Spread, _stall, mean_of, spread_of
 from benchmarks.claims.render import adaptive_table, block_table, buys_table, in_short, load, not_run
-from benchmarks.claims.verdicts import judge_all, leak, surely_better, turned
+from benchmarks.claims.verdicts import gap_of, judge_all, leak, surely_better, turned
 from benchmarks.claims.where import Verdict
 from benchmarks.claims.work import Cell, plan
 from pptp.config import Recipe
@@ -100,11 +102,13 @@ def test_overlapping_effects_decide_nothing():
         ((0.40, 0.60), (0.40, 0.70), True),
         ((0.45, 0.70), (0.40, 0.70), True),
         ((0.30, 0.60), (0.40, 0.70), False),  # less leaky, but surely less accurate
+        ((0.395, 0.60), (0.40, 0.70), False),  # less leaky, but less accurate by value
         ((0.40, 0.69), (0.40, 0.70), False),  # not surely
     ],
 )
 def test_better_is_sure_in_one_and_not_worse_in_the_other(mine, theirs, better):
-    assert surely_better(model(*mine), model(*theirs)) is better
+    gap = gap_of({}, [(model(*mine), model(*theirs))])
+    assert surely_better(gap) is better and not surely_better(gap.turned())
 
 
 def test_an_attack_below_one_half_is_turned_around():
@@ -120,7 +124,8 @@ def test_an_attack_below_one_half_is_turned_around():
         ("met by the mean over seeds, alone by 0 of 3", "hold in part"), ("met in 2 of 8", "hold in part"),
         ("surely for 2 of 9, surely not for 2", "hold in part"),
         ("cannot be said: intervals overlap", "cannot be said here"),
-        ("no: the other way round", "do not hold"), ("no", "do not hold"), ("in 0 of 10", "do not hold"),
+        ("no: the other way round", "do not hold"), ("no", "do not hold"), ("in 0 of 10; 4 undecided", "do not hold"),
+        ("met in 0 of 8", "do not hold"), ("surely for 0 of 3", "do not hold"), ("surely for 0 of 1, surely not for 1", "do not hold"),
         ("for 0 of 2 points from scratch; 1 beat every one of these", "do not hold"), ("missed by 0.010 of AUC", "do not hold"),
     ],
 )  # fmt: skip
@@ -145,17 +150,20 @@ def test_recorded_claims_have_names_of_their_own():
 
 
 def test_seeds_are_compared_together():
-    """Intervals of one seed overlap (0.405 ± 0.01 against 0.39 ± 0.01), those of three do not; unless the seeds disagree."""
+    """One seed leaves a difference undecided (0.40 ± 0.01 against 0.39 ± 0.01), three do not; unless they disagree."""
 
     def answer(mine, theirs):
         rows = [{"advreg-3-layer4": model(a, 0.6), "advreg-3-scratch": model(b, 0.6)} for a, b in zip(mine, theirs)]
-        results = {"resnet18-augmented": {42 + i: found(models=m) for i, m in enumerate(rows)}}
-        return said(results, "AdvReg under PPTP beats it from scratch")
+        results = {
+            42 + i: found(models={**m, "undefended": model(b, 0.9)}) for i, (m, b) in enumerate(zip(rows, theirs))
+        }
+        return said({"resnet18-augmented": results}, "AdvReg under PPTP beats it from scratch")
 
-    assert answer([0.405], [0.39]).startswith("cannot be said")
-    assert answer([0.405] * 3, [0.39] * 3) == "yes"
-    assert answer([0.39] * 3, [0.405] * 3) == "no: the other way round"
-    assert answer([0.37, 0.44, 0.405], [0.39] * 3).startswith("cannot be said"), "by the spread between seeds"
+    assert answer([0.40], [0.39]).startswith("cannot be said")
+    assert answer([0.40] * 3, [0.39] * 3) == "yes"
+    assert answer([0.39] * 3, [0.40] * 3) == "no: the other way round"
+    assert answer([0.36, 0.44, 0.40], [0.39] * 3).startswith("cannot be said"), "by the spread between seeds"
+    assert answer([0.36, 0.40, 0.44], [0.35, 0.39, 0.43]) == "yes", "what seeds share cancels"
 
 
 def test_a_rival_from_scratch_is_compared_on_the_seeds_that_have_both():
@@ -396,14 +404,15 @@ def test_half_of_the_data_is_compared_with_relaxloss_on_all_of_it():
         )
 
     assert [judged(a) for a in (0.35, 0.31, 0.25)] == [
-        "surely for 1 of 1", "surely for 0 of 1", "surely for 0 of 1, surely not for 1",
+        "surely for 1 of 1", "cannot be said: neither is surely better", "surely for 0 of 1, surely not for 1",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("mine", "answer"), [(0.6, "yes"), (0.65, "yes"), (0.55, "in 0 of 1; in the others it surely does")]
+    ("mine", "answer"), [(0.6, "cannot be said: intervals allow both"), (0.65, "yes"), (0.605, "yes"), (0.55, "no")]
 )
-def test_help_against_the_correctness_attack_must_be_sure(mine, answer):
+def test_neither_help_nor_its_absence_is_taken_for_granted(mine, answer):
+    """The gain is 0.61 less `mine`, ± 0.014: none if it is surely below 0.02."""
     rows = {
         name: model(0.4, 0.6, attacks={a: {"auc": estimate(auc)} for a in ("confidence", "correctness")})
         for name, auc in (("relaxloss-2-layer3", mine), ("relaxloss-2-scratch", 0.61))
@@ -450,8 +459,32 @@ def test_the_mean_of_seeds_has_the_interval_of_a_mean():
     same = [estimate(0.6, 0.02)] * 4
     assert mean_of(same)["high"] == pytest.approx(0.61) and mean_of(same)["low"] == pytest.approx(0.59)
     assert mean_of(same[:1]) == same[0]
-    apart = mean_of([estimate(0.5, 0.001), estimate(0.7, 0.001)])
-    assert apart["high"] - apart["value"] == pytest.approx(1.96 * 0.1, abs=1e-3), "what differs between seeds counts"
+    wider = mean_of(same, Spread(ratio=4, df=1000))
+    assert wider["high"] == pytest.approx(0.62, abs=1e-4), "what differs between seeds counts"
+    assert mean_of(same, Spread(ratio=4, df=2))["high"] > 0.64, "and more, if few seeds tell"
+    assert mean_of(same, Spread(ratio=0.1, df=2)) == mean_of(same), "but never less than the choice of images"
+
+
+def test_how_much_seeds_vary_is_learned_from_all_bases():
+    sd = 0.02 / norm.ppf(0.975)
+    pair = [estimate(0.6 - sd, 0.02), estimate(0.6 + sd, 0.02)]  # variance between them: twice their own
+    assert spread_of([[pair]]) == Spread(pytest.approx(2), 1)
+    assert spread_of([[pair, pair]]) == Spread(pytest.approx(2), 1), (
+        "two quantities of the same seeds tell hardly more than one"
+    )
+    assert spread_of([[pair], [pair[:1] * 3]]) == Spread(pytest.approx(2 / 3), 3)
+    assert spread_of([[pair[:1]]]) == Spread()
+
+
+@pytest.mark.parametrize("extra", [0.0, 1.0, 8.0])
+def test_intervals_of_a_mean_over_seeds_cover_what_they_say(extra):
+    """Four bases of two or three seeds, whose true values vary by `extra` times the variance that images explain."""
+    rng, hits = np.random.default_rng(0), 0
+    for _ in range(400):
+        bases = [[estimate(v, 1.96) for v in rng.normal(0, (1 + extra) ** 0.5, n)] for n in (3, 3, 2, 2)]
+        mean = mean_of(bases[0], spread_of([[found] for found in bases]))
+        hits += mean["low"] <= 0 <= mean["high"]
+    assert hits >= 0.93 * 400
 
 
 @pytest.mark.parametrize(

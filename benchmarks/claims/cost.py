@@ -26,7 +26,7 @@ from pptp.data import Pool
 from pptp.procedures import make_defense
 from pptp.runs import measured, read_json, versions, write_json
 
-from .verdicts import compared, together, utility, with_models
+from .verdicts import compared, gap_of, utility, with_models
 from .where import AUGMENTED, PLAIN, Results, Verdict
 from .work import HERE, Cell, epochs_of
 
@@ -140,7 +140,7 @@ def _beaten_for_less(pair: tuple[str, str], pairs: Mapping[str, Mapping], result
         return None
     claim = f"{mine} beats {theirs} in at most {GOAL} of its time"
     ours = f"{AUGMENTED}: {utility(seeds, mine)}; {utility(seeds, theirs)}; time {row['time']:.2f}, the base left out"
-    better = compared(together(seeds, mine), together(seeds, theirs))
+    better = compared(gap_of(results, [(m[mine], m[theirs]) for m in seeds.values()]))
     agrees = better if row["time"] <= GOAL else f"no: it takes {row['time']:.2f}"
     return Verdict(claim, "goal of this project", ours, agrees)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from scipy.stats import norm
+from scipy.stats import norm, t
 
 from pptp.intervals import Estimate
 from pptp.localize import METRICS, judge, stall_of
@@ -13,49 +15,99 @@ from pptp.localize import METRICS, judge, stall_of
 DELTA = 0.05  # of pptp.localize, by which the single seeds were judged
 
 
-def mean_of(found: Sequence[Mapping]) -> dict:
-    """Mean of estimates of independent seeds, each with its 95 % interval.
+@dataclass(frozen=True)
+class Spread:
+    """How much seeds vary beyond the choice of images, over all bases that have several; two or three seeds of one cannot tell."""
 
-    Variance of the mean: the larger of the seeds' own (mean square of their half-widths / 1.96) and the one between them, over their number.
-    """
-    if len(found) == 1:
+    ratio: float = 0.0  # variance between seeds over the variance of a seed's own interval
+    df: float = math.inf  # what the ratio was estimated from: seeds beyond the first, of every base
+
+    def half_width(self, own: float, seeds: int) -> float:
+        """Of the 95 % interval of a mean over `seeds`, each with the variance `own`."""
+        quantile = t.ppf(0.975, self.df) if self.ratio > 1 else norm.ppf(0.975)
+        return float(quantile * (max(1.0, self.ratio) * own / seeds) ** 0.5)
+
+
+ALIKE = Spread()
+
+
+def spread_of(bases: Iterable[Sequence[Sequence[Mapping]]]) -> Spread:
+    """From quantities of one kind: base -> quantity -> its estimates of several seeds. Quantities of one base are not independent."""
+    excess, weight, df = 0.0, 0, 0
+    for quantities in bases:
+        several = [found for found in quantities if len(found) > 1]
+        for found in several:
+            excess += (len(found) - 1) * statistics.variance([e["value"] for e in found]) / own_variance(found)
+            weight += len(found) - 1
+        df += max((len(found) - 1 for found in several), default=0)
+    return Spread(excess / weight, df) if weight else ALIKE
+
+
+def own_variance(found: Sequence[Mapping]) -> float:
+    """Mean variance that the seeds' own 95 % intervals, over images, stand for."""
+    return statistics.mean(((e["high"] - e["low"]) / 2 / norm.ppf(0.975)) ** 2 for e in found)
+
+
+def mean_of(found: Sequence[Mapping], spread: Spread = ALIKE) -> dict:
+    """Mean of estimates of these seeds, with a 95 % interval for other seeds too as far as the spread tells."""
+    if len(found) == 1 and spread.ratio <= 1:
         return dict(found[0])
-    z = norm.ppf(0.975)
-    values = [e["value"] for e in found]
-    own = statistics.mean(((e["high"] - e["low"]) / 2 / z) ** 2 for e in found)
-    half = z * (max(own, statistics.variance(values)) / len(found)) ** 0.5
-    centre = statistics.mean(values)
+    half = spread.half_width(own_variance(found), len(found))
+    centre = statistics.mean(e["value"] for e in found)
     return Estimate(centre, centre - half, centre + half).to_dict()
 
 
-def pool(seeds: Sequence[Mapping]) -> dict:
+KINDS = ("body", "head", "probe", "probe_gain", "member_gap")
+
+
+def kinds_of(seeds: Sequence[Mapping]) -> dict[str, list[list[Mapping]]]:
+    """Kind -> quantity -> its estimates of these seeds of one base; distances of the head, which vary much more, are a kind of their own."""
+    found: dict[str, list[list[Mapping]]] = {kind: [] for kind in KINDS}
+    stages = list(zip(*(r["risk"]["stages"] for r in seeds), strict=True))
+    for stage in stages:
+        kind = "head" if stage is stages[-1] else "body"
+        found[kind] += [[s["distances"][metric]["auc"] for s in stage] for metric in METRICS]
+        for name in KINDS[2:]:
+            if stage[0].get(name):
+                found[name].append([s[name] for s in stage])
+    return found
+
+
+def spreads_of(bases: Sequence[Sequence[Mapping]]) -> dict[str, Spread]:
+    """Of every kind, from what work.py kept: base -> its seeds."""
+    found = [kinds_of(seeds) for seeds in bases if len(seeds) > 1]
+    return {kind: spread_of([one[kind] for one in found]) for kind in KINDS}
+
+
+def pool(seeds: Sequence[Mapping], spreads: Mapping[str, Spread]) -> dict:
     """What work.py kept of several seeds of one base, as if of one; what is no estimate is the first seed's."""
     risks = [found["risk"] for found in seeds]
-    stages = [_stage(together) for together in zip(*(risk["stages"] for risk in risks), strict=True)]
+    together = list(zip(*(risk["stages"] for risk in risks), strict=True))
+    stages = [_stage(same, spreads, "head" if same is together[-1] else "body") for same in together]
     train = {name: mean_of([risk["train_accuracy"][name] for risk in risks]) for name in risks[0]["train_accuracy"]}
     stall = risks[0]["stall"] if len(seeds) == 1 else _stall(stages)
     return {**seeds[0], "risk": {**risks[0], "stages": stages, "train_accuracy": train, "stall": stall}}
 
 
-def _stage(seeds: Sequence[Mapping]) -> dict:
+def _stage(seeds: Sequence[Mapping], spreads: Mapping[str, Spread], kind: str) -> dict:
     """One stage or block over seeds; judged as `localize` judges, both models at interpolation."""
     if len(seeds) == 1:
         return dict(seeds[0])
-    distances = {metric: _distance([s["distances"][metric]["auc"] for s in seeds]) for metric in METRICS}
+    distances = {m: _distance([s["distances"][m]["auc"] for s in seeds], spreads[kind]) for m in METRICS}
     stage = {
         **seeds[0],
         "distances": distances,
         "verdict": judge([d["effect"] for d in distances.values()], DELTA, True),
-        "blocks": [_stage(blocks) for blocks in zip(*(s.get("blocks", ()) for s in seeds), strict=True)],
+        "blocks": [_stage(same, spreads, kind) for same in zip(*(s.get("blocks", ()) for s in seeds), strict=True)],
     }
-    stage |= {k: mean_of([s[k] for s in seeds]) for k in ("probe", "probe_gain", "member_gap") if seeds[0].get(k)}
+    stage |= {k: mean_of([s[k] for s in seeds], spreads[k]) for k in KINDS[2:] if seeds[0].get(k)}
     if stage.get("member_gap"):
         stage["by_member_gap"] = judge([(stage["member_gap"]["low"], stage["member_gap"]["high"])], DELTA, True)
     return stage
 
 
-def _distance(aucs: Sequence[Mapping]) -> dict:
-    together = mean_of(aucs)
+def _distance(aucs: Sequence[Mapping], spread: Spread) -> dict:
+    together = mean_of(aucs, spread)
     return {"auc": together, "effect": list(Estimate(**together).effect)}
 
 

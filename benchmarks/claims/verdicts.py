@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from .pooling import mean_of
-from .where import AUGMENTED, PLAIN, WHERE, Judge, Results, Verdict, shown
+from .pooling import Spread, mean_of, spread_of
+from .where import AUGMENTED, PLAIN, WHERE, Judge, Results, Verdict, difference, shown, test_accuracy
 
 GOAL_ACCURACY, GOAL_LEAK = 0.95, 0.55
+HARDLY_AUC = 0.02  # a gain that is none
 CSKD, SEARCH, MORE_CLASSES = "resnet18-cskd", "resnet18-search", "resnet18-40classes"
 
 # --- what it buys, over all seeds ------------------------------------------------------------------
@@ -16,7 +20,7 @@ CSKD, SEARCH, MORE_CLASSES = "resnet18-cskd", "resnet18-search", "resnet18-40cla
 
 def leak(model: Mapping) -> dict[str, float]:
     """AUC of the confidence attack, turned around if it is below 1/2, as the attacker would."""
-    return turned(model["attacks"]["confidence"]["auc"])
+    return turned(by_confidence(model))
 
 
 def turned(e: Mapping) -> dict[str, float]:
@@ -44,31 +48,56 @@ def utility(seeds: Mapping[int, Mapping], name: str) -> str:
     return f"{name}: test {accuracy}, confidence AUC {leaks}"
 
 
-def surely_better(mine: Mapping, theirs: Mapping) -> bool:
-    """Surely better in accuracy or leakage, and surely worse in neither."""
-    a, b, x, y = mine["test_accuracy"], theirs["test_accuracy"], leak(mine), leak(theirs)
-    more_useful, less_leaky = a["low"] > b["high"], x["high"] < y["low"]
-    return (more_useful and not x["low"] > y["high"]) or (less_leaky and not a["high"] < b["low"])
+def auc_by(attack: str, model: Mapping) -> Mapping:
+    return model["attacks"][attack]["auc"]
 
 
-def leaks_less(mine: Mapping, theirs: Mapping) -> bool:
-    return leak(mine)["high"] < leak(theirs)["low"]
+by_confidence, by_correctness = partial(auc_by, "confidence"), partial(auc_by, "correctness")
 
 
-def together(seeds: Mapping[int, Mapping], name: str) -> Mapping:
-    """One model over seeds: the means of its accuracy and leakage, whose intervals narrow with the number of seeds."""
-    rows = [models[name] for models in seeds.values()]
-    auc = mean_of([leak(row) for row in rows])
-    return {
-        "test_accuracy": mean_of([row["test_accuracy"] for row in rows]),
-        "attacks": {"confidence": {"auc": auc}},
-    }
+@dataclass(frozen=True)
+class Gap:
+    """One model less another, the mean over seeds, each number with its 95 % interval."""
+
+    accuracy: Mapping
+    leak: Mapping
+
+    def turned(self) -> Gap:
+        return Gap(*({"value": -e["value"], "low": -e["high"], "high": -e["low"]} for e in (self.accuracy, self.leak)))
 
 
-def compared(mine: Mapping, theirs: Mapping, by=surely_better) -> str:
-    if by(mine, theirs):
+def gap_of(results: Results, pairs: Sequence[tuple[Mapping, Mapping]]) -> Gap:
+    """Over pairs of models of the same members, one a seed; `results` tell how much such differences vary from seed to seed."""
+    found = []
+    for of in (test_accuracy, by_confidence):
+        apart = [difference(of(mine), of(theirs)) for mine, theirs in pairs]
+        found.append(mean_of(apart, spread_of_differences(results, of)))
+    return Gap(*found)
+
+
+def spread_of_differences(results: Results, of) -> Spread:
+    """Between any two models of the same base and seed."""
+    bases = []
+    for seeds in results.values():
+        models = [found["models"] for found in seeds.values()]
+        pairs = itertools.combinations(dict.fromkeys(name for m in models for name in m), 2)
+        bases.append([[difference(of(m[a]), of(m[b])) for m in models if a in m and b in m] for a, b in pairs])
+    return spread_of(bases)
+
+
+def surely_better(gap: Gap) -> bool:
+    """Surely better in accuracy or leakage, and by its value not worse in the other."""
+    return (gap.accuracy["low"] > 0 and gap.leak["value"] <= 0) or (gap.leak["high"] < 0 and gap.accuracy["value"] >= 0)
+
+
+def leaks_less(gap: Gap) -> bool:
+    return gap.leak["high"] < 0
+
+
+def compared(gap: Gap, by=surely_better) -> str:
+    if by(gap):
         return "yes"
-    return "no: the other way round" if by(theirs, mine) else "cannot be said: neither is surely better"
+    return "no: the other way round" if by(gap.turned()) else "cannot be said: neither is surely better"
 
 
 def _beats(
@@ -82,8 +111,9 @@ def _beats(
         if not seeds:
             return None
         rivals = {s: rivals[s] for s in seeds}
+        gap = gap_of(results, [(m[mine], rivals[s][theirs]) for s, m in seeds.items()])
         ours = f"{base}: {utility(seeds, mine)}; {rival_base}{': ' if rival_base else ''}{utility(rivals, theirs)} ({_seeds(seeds)})"
-        return Verdict(claim, paper, ours, compared(together(seeds, mine), together(rivals, theirs), by))
+        return Verdict(claim, paper, ours, compared(gap, by))
 
     return judge
 
@@ -96,7 +126,9 @@ def _beats_scratch(defenses: Sequence[str], claim: str, paper: str, base: str = 
         rivals, mine = (sorted(_named(results, base, _is)) for _is in (_rival, lambda m: _candidate(m, defenses)))
         for name in rivals:
             pairs = {n: seeds for n in mine if (seeds := with_models(results, base, [name, n]))}
-            answers = {n: compared(together(seeds, n), together(seeds, name)) for n, seeds in pairs.items()}
+            answers = {
+                n: compared(gap_of(results, [(m[n], m[name]) for m in seeds.values()])) for n, seeds in pairs.items()
+            }
             if not pairs:
                 continue
             best = max((n for n in pairs if answers[n] == "yes"), key=lambda n: _gain(pairs[n], n), default=None)
@@ -192,54 +224,61 @@ def _mean_leak(seeds: Mapping[int, Mapping], name: str) -> float:
 
 def _features_move_more(results: Results) -> Verdict | None:
     """Mean RMS distance from the undefended model's features, stage by stage: RelaxLoss on all data against cross-entropy on half."""
+    lines, wins, rows = [], 0, 0
     for base in (PLAIN, AUGMENTED):
-        for models in (r["models"] for r in results.get(base, {}).values()):
-            names = [n for n, m in models.items() if _rival(m) and "from_base" in m]
-            if not names or "from_base" not in models["undefended"]:
-                continue
-            half, relaxed = models["undefended"]["from_base"], models[names[0]]["from_base"]
-            more = [stage for stage in half if relaxed[stage] > half[stage]]
-            ours = f"{base}, {names[0]} / half data: " + ", ".join(
-                f"{s} {relaxed[s]:.3f} / {half[s]:.3f}" for s in half
-            )
-            agrees = "yes" if len(more) == len(half) else f"in {len(more)} of {len(half)} stages"
-            return Verdict("RelaxLoss moves features more than halving the data does", "Figure 17", ours, agrees)
-    return None
+        for seed, models in ((s, r["models"]) for s, r in results.get(base, {}).items()):
+            half = models["undefended"].get("from_base", {})
+            for name, m in models.items() if half else ():
+                if _rival(m) and "from_base" in m:
+                    more = [stage for stage in half if m["from_base"][stage] > half[stage]]
+                    wins, rows = wins + (len(more) == len(half)), rows + 1
+                    lines.append(f"{base}, seed {seed}, {name} at {', '.join(more) or 'no stage'}")
+    if not rows:
+        return None
+    agrees = "yes" if wins == rows else f"in {wins} of {rows} trainings at every stage"
+    claim = "RelaxLoss moves features more than halving the data does"
+    return Verdict(claim, "Figure 17, at every stage", "more: " + "; ".join(lines), agrees)
 
 
 def _half_of_the_data(results: Results) -> Verdict | None:
-    """Test accuracies of cross-entropy on half of the members against RelaxLoss on all, seed by seed."""
-    lines, wins, losses = [], [], []
+    """Test accuracy of RelaxLoss on all members less that of cross-entropy on half of them, over the seeds that have both."""
+    lines, gains, spread = [], [], spread_of_differences(results, test_accuracy)
     for base in (AUGMENTED, PLAIN):
-        for seed, found in results.get(base, {}).items():
-            half = found.get("half", {}).get("test_accuracy")
-            relaxed = {n: m["test_accuracy"] for n, m in found["models"].items() if _rival(m)} if half else {}
-            wins += [e["low"] > half["high"] for e in relaxed.values()]
-            losses += [e["high"] < half["low"] for e in relaxed.values()]
-            if relaxed:
-                each = ", ".join(f"{name} {shown(e)}" for name, e in relaxed.items())
-                lines.append(f"{base}, seed {seed}: half of the data {shown(half)}, {each}")
+        halves = {seed: r["half"]["test_accuracy"] for seed, r in results.get(base, {}).items() if "half" in r}
+        for name in sorted(_named(results, base, _rival)):
+            seeds = {s: m for s, m in with_models(results, base, [name]).items() if s in halves}
+            if seeds:
+                gains.append(mean_of([difference(test_accuracy(m[name]), halves[s]) for s, m in seeds.items()], spread))
+                lines.append(f"{base}, {_seeds(seeds)}: {name} by {shown(gains[-1])}")
     if not lines:
         return None
-    agrees = f"surely for {sum(wins)} of {len(wins)}" + (f", surely not for {sum(losses)}" if any(losses) else "")
+    wins, losses = sum(g["low"] > 0 for g in gains), sum(g["high"] < 0 for g in gains)
+    agrees = f"surely for {wins} of {len(gains)}" + (f", surely not for {losses}" if losses else "")
+    agrees = agrees if wins or losses else "cannot be said: neither is surely better"
     claim = "RelaxLoss on all data is more accurate than cross-entropy on half of it"
     return Verdict(claim, "Table 7: 0.476 against 0.441", "; ".join(lines), agrees)
 
 
 def _correctness(results: Results) -> Verdict | None:
-    """Guessing by right and wrong alone: RelaxLoss from the cut on against the same from scratch, seed by seed."""
-    lines, sure = [], []
+    """Guessing by right and wrong alone: RelaxLoss from scratch less the same from the cut on, over the seeds that have both."""
+    lines, gains, spread = [], [], spread_of_differences(results, by_correctness)
     for base in (AUGMENTED, PLAIN):
-        for pair in RELAXED:
-            seeds = with_models(results, base, pair)
-            found = [[turned(m[name]["attacks"]["correctness"]["auc"]) for m in seeds.values()] for name in pair]
-            sure += [a["high"] < b["low"] for a, b in zip(*found)]
+        for mine, theirs in RELAXED:
+            seeds = with_models(results, base, (mine, theirs))
             if seeds:
-                lines.append(f"{base}: " + ", ".join(f"{n} {spread(e)}" for n, e in zip(pair, found)))
+                apart = [difference(by_correctness(m[theirs]), by_correctness(m[mine])) for m in seeds.values()]
+                gains.append(mean_of(apart, spread))
+                lines.append(f"{base}, {_seeds(seeds)}: {mine} less by {shown(gains[-1])} than {theirs}")
     if not lines:
         return None
-    agrees = "yes" if not any(sure) else f"in {len(sure) - sum(sure)} of {len(sure)}; in the others it surely does"
-    return Verdict("PPTP does not help against the correctness attack", "section 5.2.2", "; ".join(lines), agrees)
+    hardly, helps = sum(g["high"] < HARDLY_AUC for g in gains), sum(g["low"] > 0 for g in gains)
+    if not hardly and not helps:
+        agrees = "cannot be said: intervals allow both"
+    else:
+        agrees = "yes" if hardly == len(gains) else "no" if helps == len(gains) else f"in {hardly} of {len(gains)}"
+        agrees += f"; it surely does in {helps}" if 0 < helps < len(gains) else ""
+    claim = f"PPTP does not help against the correctness attack (by less than {HARDLY_AUC} of AUC)"
+    return Verdict(claim, "section 5.2.2", "; ".join(lines), agrees)
 
 
 DEFENSES = (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .pooling import mean_of, pool
+from .pooling import Spread, mean_of, pool, spread_of, spreads_of
 
 INTERPOLATES = 0.99  # training accuracy of both models, before anything is said about where they memorise
 HARDLY = 0.03  # a change of test accuracy that the paper calls insignificant (Table 3 spans 0.025)
@@ -32,7 +34,9 @@ class Verdict:
             return "cannot be said here"
         if self.agrees == "met" or self.agrees.startswith("yes"):
             return "hold"
-        return "do not hold" if self.agrees.startswith(("no", "in 0 of", "for 0 of", "missed")) else "hold in part"
+        return (
+            "do not hold" if re.match(r"no\b|missed|((met|surely) )?((in|for) )?0 of", self.agrees) else "hold in part"
+        )
 
 
 STANDINGS = ("hold", "hold in part", "cannot be said here", "do not hold")
@@ -48,7 +52,24 @@ def telling(results: Results, base: str) -> dict[int, Mapping]:
 def pooled(results: Results, base: str) -> Mapping:
     """Those seeds as one; {} if the base is not there."""
     seeds = telling(results, base)
-    return pool(list(seeds.values())) if seeds else {}
+    if not seeds:
+        return {}
+    spreads = spreads_of([list(telling(results, b).values()) for b in results]) if len(seeds) > 1 else {}
+    return pool(list(seeds.values()), spreads)
+
+
+def spread_in(results: Results, of: Callable[[Mapping], Mapping]) -> Spread:
+    """How much seeds vary in some number of a model, over all models of all bases."""
+    bases = []
+    for seeds in results.values():
+        models = [found["models"] for found in seeds.values()]
+        names = dict.fromkeys(name for m in models for name in m)
+        bases.append([[of(m[name]) for m in models if name in m] for name in names])
+    return spread_of(bases)
+
+
+def test_accuracy(model: Mapping) -> Mapping:
+    return model["test_accuracy"]
 
 
 def shown(e: Mapping) -> str:
@@ -216,8 +237,11 @@ def _stall(results: Results) -> Verdict | None:
     ours = ", ".join(
         f"{n}: stalls at {r['risk']['stall'] or 'no stage'}, disparity {begins(r)}" for n, r in found.items()
     )
-    same = [r["risk"]["stall"] == start(r)[0] and not start(r)[1] for r in found.values()]
+    sure = [r for r in found.values() if not start(r)[1]]
+    same = [r["risk"]["stall"] == start(r)[0] for r in sure]
     agrees = "yes" if all(same) else f"in {sum(same)} of {len(same)}"
+    agrees += f"; {len(found) - len(sure)} undecided" if len(sure) < len(found) else ""
+    agrees = agrees if sure else "cannot be said: undecided in all"
     return Verdict("probe accuracy stalls where disparity starts", "Figures 8 and 9", ours, agrees)
 
 
@@ -229,8 +253,10 @@ def _accuracy_of(claim: str, paper: str, names: Sequence[str], judge_it: Callabl
         shared = set.intersection(*(set(results[n]) for n in there)) if len(there) > 1 else set()
         if not shared:
             return None
+        spread = spread_in(results, test_accuracy)
         found = {
-            n: mean_of([results[n][s]["models"]["undefended"]["test_accuracy"] for s in sorted(shared)]) for n in there
+            n: mean_of([test_accuracy(results[n][s]["models"]["undefended"]) for s in sorted(shared)], spread)
+            for n in there
         }
         ours = ", ".join(f"{n} {shown(e)}" for n, e in found.items())
         return Verdict(claim, paper, ours, judge_it(list(found.values())))
@@ -243,8 +269,21 @@ def _grows(e: list[Mapping]) -> str:
 
 
 def _stays(e: list[Mapping]) -> str:
-    values = [x["value"] for x in e]
-    return "yes" if max(values) - min(values) <= HARDLY else f"no: it changes by {max(values) - min(values):.3f}"
+    """Whether no two of them differ by more than HARDLY, with an interval of the difference."""
+    gaps = [difference(a, b) for a in e for b in e if a is not b]
+    if all(gap["high"] <= HARDLY for gap in gaps):
+        return "yes"
+    return (
+        "no" if any(gap["low"] > HARDLY for gap in gaps) else "cannot be said: a larger change is within the intervals"
+    )
+
+
+def difference(a: Mapping, b: Mapping) -> dict[str, float]:
+    """a - b with its interval, their errors taken as independent."""
+    value = a["value"] - b["value"]
+    down = math.hypot(a["value"] - a["low"], b["high"] - b["value"])
+    up = math.hypot(a["high"] - a["value"], b["value"] - b["low"])
+    return {"value": value, "low": value - down, "high": value + up}
 
 
 MAPS = (PLAIN, "resnet18-map2", "resnet18-map4")
