@@ -44,6 +44,7 @@ class Planted(Indexed):
         away = rng.integers(1, classes, len(ids)) if kind == "mislabelled" else rng.integers(0, classes, len(ids))
         labels[ids] = (labels[ids] + away) % classes
         super().__init__(pool, labels)
+        self.files, self.class_names, self.left_out = pool.files, pool.class_names, pool.left_out
         self.noise_seed = seed if kind == "noise" else None
         self.planted = set(map(int, ids))
 
@@ -71,4 +72,4 @@ def split_around(pool: Dataset, canaries: Canaries, parts, seed: int, may_be_mem
     inside = np.random.default_rng((seed, 79)).permutation(canaries.ids[canaries.included])
     for name, mine in (("h1", inside[::2]), ("h2", inside[1::2])):
         indices[name] = np.sort(np.concatenate([indices[name], mine]))
-    return Splits(pool, indices, seed)
+    return Splits(pool, indices)

@@ -1,7 +1,4 @@
-"""Random access to (x, y, index): pools in memory, your own data sets, parts of them, augmentation.
-
-Every data set becomes a `Pool`: random access to (x, y, index), with stable indices and known labels.
-"""
+"""Random access to (x, y, index): pools in memory, your own data sets, parts of them, augmentation."""
 
 from __future__ import annotations
 
@@ -16,9 +13,23 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from .errors import UserError
 
 VIEWS_SEED = 20_240  # of augmented queries
+KEPT_SEED = 20_241  # of views that are trained on: attacks must not be asked about the very same ones
 
 
-class Pool(Dataset):
+class Samples(Dataset):
+    """Answers (x, y, index) with known `labels`; index is `ids[position]`, the sample's place in the data set that all parts are of."""
+
+    labels: np.ndarray  # (n,)
+    files: Sequence[str] | None = None  # (n,) names of the files that they come from, where they do
+    class_names: Sequence[str] | None = None
+    left_out: int = 0  # files that lay there too and were not read
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        return np.arange(len(self))
+
+
+class Pool(Samples):
     """Images as (x, y, index): x normalised float (3, h, w), y an int, index the stable sample id."""
 
     def __init__(self, pixels: Tensor, labels: Sequence[int], mean: Sequence[float], std: Sequence[float]):
@@ -35,7 +46,7 @@ class Pool(Dataset):
         return x, int(self.labels[index]), int(index)
 
 
-class Indexed(Dataset):
+class Indexed(Samples):
     """A data set of (x, y), yours or a lazily decoded one, made to answer (x, y, index)."""
 
     def __init__(self, dataset: Dataset, labels: Sequence[int] | None = None, transform: Callable | None = None):
@@ -58,21 +69,24 @@ class Indexed(Dataset):
 
     @cached_property
     def ids(self) -> np.ndarray:
-        """(n,): of a torch `Subset` the ids in its data set, positions otherwise."""
-        return np.asarray(getattr(self.dataset, "indices", np.arange(len(self.dataset))), dtype=np.int64)
+        return sample_ids(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
         x, y = self.dataset[index][:2]
         return (self.transform(x) if self.transform else x), int(y), int(self.ids[index])
 
 
-class Part(Dataset):
-    """A named subset of a pool; answers (x, y, index) with the pool's index."""
+class Part(Samples):
+    """A named subset of a pool, by positions in it."""
 
     def __init__(self, pool: Dataset, indices: Sequence[int], name: str):
         self.pool, self.name = pool, name
         self.indices = np.asarray(indices, dtype=np.int64)
         self.labels = pool.labels[self.indices]
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        return sample_ids(self.pool)[self.indices]
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -92,7 +106,7 @@ def some(data: Dataset, most: int, name: str, seed: int = 0) -> Part:
     return Part(data, np.sort(np.random.default_rng(seed).permutation(len(data))[:most]), name)
 
 
-class Augmented(Dataset):
+class Augmented(Samples):
     """Random crop (zero padding of an eighth) and horizontal flip, as in the PPTP paper.
 
     The draw is a pure function of (seed, epoch, position): the same for any number of workers, and
@@ -101,6 +115,12 @@ class Augmented(Dataset):
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset, self.seed, self.epoch = dataset, seed, 0
+        self.ids = sample_ids(dataset)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Only where they are asked for: they may take a pass over the data."""
+        return self.dataset.labels
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -114,11 +134,11 @@ class Augmented(Dataset):
         return (crop_and_flip(x, rng), *rest)
 
 
-class View(Dataset):
-    """Augmented query number `number` of every sample: a function of its id, so that all models see the same."""
+class View(Samples):
+    """Augmented view number `number` of every sample: a function of its id, so that all models see the same."""
 
-    def __init__(self, dataset: Dataset, number: int):
-        self.dataset, self.number = indexed(dataset), number
+    def __init__(self, dataset: Dataset, number: int, seed: int = VIEWS_SEED):
+        self.dataset, self.number, self.seed = indexed(dataset), number, seed
         self.labels, self.ids = self.dataset.labels, sample_ids(dataset)
 
     def __len__(self) -> int:
@@ -126,7 +146,7 @@ class View(Dataset):
 
     def __getitem__(self, position: int):
         x, y, index = self.dataset[position]
-        rng = np.random.default_rng((VIEWS_SEED, self.number, int(self.ids[position])))
+        rng = np.random.default_rng((self.seed, self.number, int(self.ids[position])))
         return crop_and_flip(x, rng), y, index
 
 
@@ -141,7 +161,7 @@ def crop_and_flip(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 def indexed(dataset: Dataset) -> Dataset:
     """The data set itself if it already answers (x, y, index), else wrapped to do so."""
-    if isinstance(dataset, (Pool, Indexed, Part, Augmented, View)):
+    if isinstance(dataset, Samples):
         return dataset
     wrapped = Indexed(dataset)
     if len(wrapped):
@@ -166,12 +186,14 @@ def _check_sample(sample) -> None:
 
 
 def sample_ids(dataset: Dataset) -> np.ndarray:
-    """The ids of a part (of a part) in its pool, of a torch `Subset` in its data set; positions otherwise. (n,)"""
-    if isinstance(dataset, Part) and isinstance(getattr(dataset, "pool", None), Part):
-        return sample_ids(dataset.pool)[dataset.indices]
-    if isinstance(dataset, Indexed):
+    """(n,): places in the data set that a part, or a torch `Subset`, is of, however deep; positions otherwise."""
+    if isinstance(dataset, Samples):
         return dataset.ids
-    return np.asarray(getattr(dataset, "indices", np.arange(len(dataset))), dtype=np.int64)
+    chosen, of = getattr(dataset, "indices", None), getattr(dataset, "dataset", None)
+    if chosen is None:
+        return np.arange(len(dataset))
+    chosen = np.asarray(chosen, dtype=np.int64)
+    return chosen if of is None else sample_ids(of)[chosen]
 
 
 def batches(dataset: Dataset, like: nn.Module, batch_size: int, workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

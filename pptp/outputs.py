@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from .arrays import read_npz
 from .errors import UserError
 from .signals import Signals
 
@@ -17,11 +17,7 @@ NEEDED = "logits (or probabilities) of shape (n, classes), labels (n,) and membe
 def read_outputs(path: str | Path) -> tuple[Signals, np.ndarray]:
     """(signals, members): arrays logits or probabilities, labels, members; optionally reference_logits (models, n, classes), or
     reference_probabilities, and reference_members (models, n)."""
-    try:
-        with np.load(path, allow_pickle=False) as saved:
-            arrays = {name: saved[name] for name in saved.files}
-    except (OSError, ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"cannot read {path}: it must be an .npz with {NEEDED} ({error})") from error
+    arrays = read_npz(path, NEEDED)
     for name in ("labels", "members"):
         if name not in arrays:
             raise UserError(f"{path} has no {name}: it must hold {NEEDED}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 
+from .arrays import read_npz
 from .errors import UserError
 from .evaluate import Evaluation, MembershipScores, leak_difference
 from .exposure import most_exposed, per_class, per_slice
@@ -25,6 +25,7 @@ def save_evaluation(
     for attack, scores in found.attacks.items():
         arrays |= {f"score/{attack}": scores.scores, f"rows/{attack}": scores.rows}
     labels = run.splits.pool.labels[ids]
+    (folder / "evaluation.json").unlink(missing_ok=True)  # of other scores: a kill in between must not leave the two together
     write_npz(folder / "scores.npz", {**arrays, "members": members, "labels": labels})
     value = {**found.to_dict(), **more}
     write_json(folder / "evaluation.json", value)
@@ -35,13 +36,13 @@ def load_evaluation(run: Run, name: str) -> Evaluation:
     """As it was saved."""
     folder = run.path / "evaluate" / name
     value = read_json(folder / "evaluation.json", f"pptp evaluate {run.path}")
-    with np.load(folder / "scores.npz") as saved:
-        members, labels = saved["members"], saved["labels"]
-        rows = {attack: saved[f"rows/{attack}"] for attack in value["attacks"]}
-        attacks = {
-            attack: MembershipScores(saved[f"score/{attack}"], members[at], labels[at], rows=at)
-            for attack, at in rows.items()
-        }
+    saved = read_npz(folder / "scores.npz", f"scores: run pptp evaluate {run.path} --fresh")
+    members, labels = saved["members"], saved["labels"]
+    rows = {attack: saved[f"rows/{attack}"] for attack in value["attacks"]}
+    attacks = {
+        attack: MembershipScores(saved[f"score/{attack}"], members[at], labels[at], rows=at)
+        for attack, at in rows.items()
+    }
     accuracies = (Estimate(**value[which]) for which in ("train_accuracy", "test_accuracy"))
     return Evaluation(*accuracies, attacks, value["skipped"], value["references"])
 
@@ -80,10 +81,8 @@ def in_words(difference: Estimate) -> str:
 
 def read_slices(path: str | Path) -> dict[str, np.ndarray]:
     """Named groups of sample ids from an .npz file."""
-    try:
-        with np.load(path, allow_pickle=False) as saved:
-            return {name: saved[name].astype(np.int64) for name in saved.files}
-    except (OSError, ValueError, TypeError, AttributeError, EOFError, BadZipFile) as error:
-        raise UserError(
-            f"cannot read slices from {path}: it must be an .npz of named arrays of sample ids ({error})"
-        ) from error
+    found = read_npz(path, "named arrays of sample ids")
+    for name, ids in found.items():
+        if ids.dtype.kind not in "iu" or ids.ndim != 1:
+            raise UserError(f"slice {name} of {path} is {ids.dtype} of shape {ids.shape}: it must be a list of sample ids")
+    return {name: ids.astype(np.int64) for name, ids in found.items()}

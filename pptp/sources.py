@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from .config import DIGITS, Source
 from .data import Indexed, Pool, labels_of
 from .errors import UserError
+from .folders import SPLIT_NAMES, Classed, folder, in_archive, is_hidden, read_image, synonyms
 
 IN_MEMORY_BYTES = 2 * 1024**3  # decoded uint8 images up to this size are held in memory
 
@@ -42,8 +43,24 @@ def load(
             pool = Pool(pool.pixels[keep[0]], labels[0], mean, std)
         return pool, may_be_member
     pool = _prepared(datasets, keep, np.concatenate(labels), source.img_size, mean, std)
+    pool.left_out = sum(getattr(dataset, "left_out", 0) for dataset in datasets)
+    pool.files, pool.class_names = _files(datasets, keep), _names_of_classes(datasets[0], source)
     _check_distinct(pool, may_be_member, source)
     return pool, may_be_member
+
+
+def _files(datasets: list[Dataset], keep: list[np.ndarray]) -> list[str] | None:
+    """Names of the files of all samples, in their order; None where some are not files."""
+    if not all(hasattr(dataset, "files") for dataset in datasets):
+        return None
+    return [dataset.files[int(i)] for dataset, positions in zip(datasets, keep) for i in positions]
+
+
+def _names_of_classes(dataset: Dataset, source: Source) -> list[str] | None:
+    by_label: dict[int, str] = {}
+    for name, label in (_class_names(dataset) or {}).items():
+        by_label.setdefault(label, name)  # of synonyms the first
+    return [by_label[label] for label in sorted(by_label)][: source.limit_classes or None] or None
 
 
 def digits(
@@ -75,8 +92,9 @@ def digits(
 def _named(source: Source, split: str) -> Dataset:
     """One split of a data set of (PIL image, label) pairs."""
     name, root = source.data, source.data_dir
+    wanted = [source.train_split, *([source.val_split] if source.val_split else [])]
     if name == "torch/image_folder":
-        return _folder(Path(root), split, source)
+        return folder(Path(root), split, wanted, name)
     if name.split("/")[0] in ("torch", "hfds") and "/" in name:
         return _create(name, root or str(Path.home() / ".cache" / "pptp"), split, source.download)
     if name.split("/")[0] in ("hfids", "tfds", "wds"):
@@ -92,14 +110,14 @@ def _named(source: Source, split: str) -> Dataset:
         )
     if (path / "val" / "val_annotations.txt").is_file():
         return RawTinyImageNet(path, split)
-    return _tar(path, split, source) if path.suffix == ".tar" else _folder(path, split, source)
+    return _tar(path, split, wanted, name) if path.suffix == ".tar" else folder(path, split, wanted, name)
 
 
-def _create(name: str, root: str, split: str, download: bool = False, search_split: bool = True) -> Dataset:
+def _create(name: str, root: str, split: str, download: bool = False) -> Dataset:
     from timm.data import create_dataset
 
     try:
-        return create_dataset(name, root=root, split=split, download=download, search_split=search_split)
+        return create_dataset(name, root=root, split=split, download=download)
     except (RuntimeError, AssertionError, ImportError, ValueError, OSError, tarfile.TarError) as error:
         hint = (
             "; pass --download to fetch it, or --data-dir for where it lies"
@@ -111,56 +129,25 @@ def _create(name: str, root: str, split: str, download: bool = False, search_spl
         ) from error
 
 
-SPLIT_NAMES = (("train", "training"), ("validation", "val", "valid", "eval", "evaluation"), ("test",))
-
-
-def _synonyms(split: str) -> tuple[str, ...]:
-    return next((names for names in SPLIT_NAMES if split in names), (split,))
-
-
-def _choose_split(there: set[str], split: str, source: Source) -> str | None:
-    """The folder of a split among the names that are there; None for data that is not divided at all.
-
-    Never the whole for a part: a "validation split" that is really everything would call members non-members.
-    """
-    known = {name for names in SPLIT_NAMES for name in names} | {source.train_split, source.val_split}
-    found = [name for name in _synonyms(split) if name in there]
-    if found:
-        return found[0]
-    divided = sorted(there & known)
-    if divided or source.val_split:
-        has = f"it has {', '.join(divided)}" if divided else "it is not divided into splits, so leave out --val-split"
-        raise UserError(f"{source.data!r} has no folder for the split {split!r}: {has}")
-    return None
-
-
-def _folder(path: Path, split: str, source: Source) -> Dataset:
-    if not path.is_dir():
-        raise UserError(f"{path} is neither a folder nor a .tar")
-    chosen = _choose_split({p.name for p in path.iterdir() if p.is_dir()}, split, source)
-    return _create("", str(path / chosen if chosen else path), split, search_split=False)
-
-
-def _tar(path: Path, split: str, source: Source) -> Dataset:
+def _tar(path: Path, split: str, wanted: Sequence[str], where: str) -> Dataset:
     """timm reads a tar whole: keep what lies below the folder of the split."""
     dataset = _create("", str(path), split)
-    folders = [Path(name).parent.parts[:-1] for name in dataset.filenames()]  # above the class folder
-    chosen = _choose_split({name for parts in folders for name in parts}, split, source)
-    if chosen is None:
-        return dataset
-    positions = [i for i, parts in enumerate(folders) if chosen in parts]
-    return _Chosen(dataset, positions, labels_of(dataset)[positions])
+    classed, files = in_archive([Path(name).as_posix() for name in dataset.filenames()], split, wanted, where)
+    return _Chosen(dataset, classed, files)
 
 
 class _Chosen(Dataset):
-    def __init__(self, dataset: Dataset, positions: Sequence[int], labels: Sequence[int]):
-        self.dataset, self.positions, self.labels = dataset, positions, labels
+    def __init__(self, dataset: Dataset, classed: Classed, files: Sequence[str]):
+        self.dataset, self.positions, self.files = dataset, classed.positions, files
+        self.labels, self.class_to_idx = classed.labels, classed.class_to_idx
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def __getitem__(self, position: int):
-        return self.dataset[self.positions[position]]
+        return read_image(self.dataset.reader[self.positions[position]][0], self.files[position]), int(
+            self.labels[position]
+        )
 
 
 class RawTinyImageNet(Dataset):
@@ -170,9 +157,9 @@ class RawTinyImageNet(Dataset):
     """
 
     def __init__(self, root: Path, split: str):
-        classes = sorted(p.name for p in (root / "train").iterdir() if p.is_dir())
+        classes = sorted(p.name for p in (root / "train").iterdir() if p.is_dir() and not is_hidden(p.name))
         position = {name: i for i, name in enumerate(classes)}
-        if _synonyms(split) not in SPLIT_NAMES[:2]:
+        if synonyms(split) not in SPLIT_NAMES[:2]:
             raise UserError(f"{root} is raw TinyImageNet, whose splits are train and val: there is no {split!r}")
         if split in SPLIT_NAMES[0]:
             found = [(p, c) for c in classes for p in sorted((root / "train" / c / "images").iterdir())]
@@ -180,15 +167,15 @@ class RawTinyImageNet(Dataset):
             rows = (line.split("\t") for line in (root / "val" / "val_annotations.txt").read_text().splitlines())
             found = [(root / "val" / "images" / row[0], row[1]) for row in rows]
         self.paths = [path for path, _ in found]
+        self.files = [path.relative_to(root).as_posix() for path in self.paths]
+        self.class_to_idx = position
         self.labels = [position[name] for _, name in found]
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int):
-        from PIL import Image
-
-        return Image.open(self.paths[index]).convert("RGB"), self.labels[index]
+        return read_image(self.paths[index], self.files[index]), self.labels[index]
 
 
 def _limited(labels: np.ndarray, source: Source) -> np.ndarray:
@@ -207,7 +194,7 @@ def _check_classes(source: Source, datasets: list[Dataset]) -> None:
     """Both splits must be different ones, over the same classes."""
     if len(datasets) < 2:
         return
-    if _synonyms(source.train_split) == _synonyms(source.val_split):
+    if synonyms(source.train_split) == synonyms(source.val_split):
         raise UserError(f"train_split and val_split are both {source.train_split!r}: members would be non-members")
     first, second = (_class_names(dataset) for dataset in datasets)
     if first and second and first != second:
@@ -264,19 +251,10 @@ def _prepared(datasets: list[Dataset], keep: list[np.ndarray], labels: np.ndarra
 
 
 def _image(dataset: Dataset, i: int):
-    """The picture, or a refusal: timm would put the next sample in the place of one it cannot read, under two ids."""
-    while isinstance(dataset, _Chosen):
-        dataset, i = dataset.dataset, dataset.positions[i]
+    """The picture. timm would put the next sample in the place of one it cannot read, under two ids: its reader is asked."""
     if not hasattr(dataset, "reader"):
         return dataset[i][0]
-    from PIL import Image
-
-    try:
-        return Image.open(dataset.reader[i][0]).convert("RGB")
-    except (OSError, SyntaxError) as error:
-        raise UserError(
-            f"cannot read the image {dataset.filename(i, absolute=True)} ({error}): mend or remove it"
-        ) from error
+    return read_image(dataset.reader[i][0], dataset.filename(i, absolute=True))
 
 
 class _Places(Dataset):

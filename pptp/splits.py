@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import zipfile
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch.utils.data import Dataset
 
-from .data import Part, indexed
+from .arrays import read_npz
+from .data import Part, Samples, indexed, sample_ids
 from .errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ class Splits:
 
     pool: Dataset = field(repr=False)
     indices: dict[str, np.ndarray] = field(repr=False)  # h1, h2, reference, nonmembers, test
-    seed: int = 0
 
     def __post_init__(self):
         everything = np.concatenate(list(self.indices.values()))
@@ -80,11 +80,11 @@ class EvaluationDataTouched(UserError):
     """A defense reached for samples that only the evaluation may see."""
 
 
-class Fenced(Dataset):
+class Fenced(Samples):
     """A pool that raises when a forbidden sample is read."""
 
     def __init__(self, pool: Dataset, forbidden: Sequence[int]):
-        self.pool, self.labels = pool, pool.labels
+        self.pool, self.labels, self.ids = pool, pool.labels, sample_ids(pool)
         self._forbidden = set(map(int, forbidden))
 
     def __len__(self) -> int:
@@ -111,6 +111,8 @@ class TrainingData:
 
     def __post_init__(self):
         object.__setattr__(self, "members", indexed(self.members))  # once, so that labels are read once
+        if self.reference is not None:
+            object.__setattr__(self, "reference", indexed(self.reference))
 
     @property
     def classes(self) -> int:
@@ -154,14 +156,16 @@ def split(
                 f"{' + '.join(f'{n} {s}' for n, s in zip(names, sizes))} = {sum(sizes)} samples, but there are {len(available)}: ask for fewer"
             )
         drawn |= dict(zip(names, _stratified(available, pool.labels, sizes, rng)))
-    _check_parts(drawn, pool.labels)
+    _check_not_empty(drawn)
+    _check_classes(drawn, pool)
+    _check_two_classes(drawn, pool, ("test",))
     chosen = drawn.pop("members")
     h1, h2 = halves(chosen, pool.labels, rng)
-    return Splits(pool, {"h1": h1, "h2": h2, **drawn}, seed)
+    return Splits(pool, {"h1": h1, "h2": h2, **drawn})
 
 
 def _count(name: str, wanted: float, available: int) -> int:
-    if wanted < 0 or (wanted > 1 and wanted != int(wanted)):
+    if not 0 <= wanted < math.inf or (wanted > 1 and wanted != int(wanted)):
         raise UserError(f"{name} is {wanted}: give a share between 0 and 1, or a whole number of samples")
     return int(wanted) if wanted > 1 else int(wanted * available)
 
@@ -196,49 +200,98 @@ def halves(chosen: np.ndarray, labels: np.ndarray, rng) -> tuple[np.ndarray, np.
     return h1, np.setdiff1d(chosen, h1)
 
 
-def _check_parts(parts: dict[str, np.ndarray], labels: np.ndarray) -> None:
+def _check_not_empty(parts: Mapping[str, np.ndarray]) -> None:
     for name in ("members", "nonmembers", "test"):
         if len(parts[name]) == 0:
             raise UserError(f"no sample is left for {name!r}: make the other parts smaller")
-    classes, counts = np.unique(labels[parts["members"]], return_counts=True)
-    absent = np.setdiff1d(np.unique(labels), classes)
+
+
+def _check_two_classes(parts: Mapping[str, np.ndarray], pool: Samples, names: Sequence[str]) -> None:
+    for name in names:
+        classes = np.unique(pool.labels[parts[name]])
+        if len(classes) < 2:
+            raise UserError(f"{name} has {len(parts[name])} samples of {len(classes)} classes: it needs some of two at least")
+
+
+def _check_classes(parts: Mapping[str, np.ndarray], pool: Samples) -> None:
+    classes, counts = np.unique(pool.labels[parts["members"]], return_counts=True)
+    absent = np.setdiff1d(np.unique(pool.labels), classes)
     if len(absent):
-        raise UserError(f"class {absent[0]} has no member: every class needs at least two, to be halved")
+        raise UserError(f"class {_called(absent[0], pool)} has no member: every class needs at least two, to be halved")
     if counts.min() < 2:
         raise UserError(
-            f"class {classes[counts.argmin()]} has one member: every class needs at least two, to be halved"
+            f"class {_called(classes[counts.argmin()], pool)} has one member: every class needs at least two, to be halved"
         )
 
 
-def from_indices(pool: Dataset, *, h1, h2, nonmembers, test, reference=(), seed: int = 0) -> Splits:
-    """Splits that you chose yourself, as arrays of sample ids."""
+def _called(label: int, pool: Samples) -> str:
+    return repr(pool.class_names[label]) if pool.class_names else str(label)
+
+
+def from_indices(pool: Dataset, *, h1, h2, nonmembers, test, reference=()) -> Splits:
+    """Splits that you chose yourself, as arrays of positions in the pool."""
+    pool = indexed(pool)
     arrays = {"h1": h1, "h2": h2, "reference": reference, "nonmembers": nonmembers, "test": test}
-    return Splits(indexed(pool), {name: np.sort(np.asarray(ids, dtype=np.int64)) for name, ids in arrays.items()}, seed)
+    indices = {name: np.sort(_positions(name, np.asarray(ids), pool)) for name, ids in arrays.items()}
+    members = np.concatenate([indices["h1"], indices["h2"]])
+    _check_not_empty({"members": members, **indices})
+    _check_two_classes(indices, pool, ("h1", "h2", "test"))
+    return Splits(pool, indices)
+
+
+def _positions(name: str, given: np.ndarray, pool: Samples) -> np.ndarray:
+    """Numbers are positions; texts are names of files."""
+    if given.size == 0:
+        return np.empty(0, np.int64)
+    if given.ndim == 1 and given.dtype.kind == "U":
+        return _of_files(name, given, pool)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise UserError(f"{name} is {given.dtype} of shape {given.shape}: it must be a list of sample ids, or of file names")
+    given = given.astype(np.int64)
+    if given.min() < 0 or given.max() >= len(pool):
+        odd = given.min() if given.min() < 0 else given.max()
+        raise UserError(f"{name} names sample {odd}, but the data has {len(pool)}: the ids belong to other data")
+    return given
+
+
+def _of_files(name: str, given: np.ndarray, pool: Samples) -> np.ndarray:
+    if not pool.files:
+        raise UserError(f"{name} names files, but these samples do not come from files: give sample ids")
+    place = {file: position for position, file in enumerate(pool.files)}
+    missing = [file for file in given.tolist() if file not in place]
+    if missing:
+        raise UserError(f"{name} names the file {missing[0]!r}, which is not in the data: its first one is {pool.files[0]!r}")
+    return np.array([place[file] for file in given.tolist()], dtype=np.int64)
+
+
+NAMES = ("h1", "h2", "reference", "nonmembers", "test")
 
 
 def read_ids(path: str | Path) -> dict[str, np.ndarray]:
-    """Sample ids of each part from an .npz file."""
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            ids = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"cannot read sample ids from {path}: {error}") from error
+    """Sample ids (or file names) of each part from an .npz file."""
+    ids = read_npz(path, "sample ids, or file names, of h1, h2, nonmembers and test")
     missing = {"h1", "h2", "nonmembers", "test"} - set(ids)
     if missing:
         raise UserError(f"{path} has no ids for {', '.join(sorted(missing))}: it needs h1, h2, nonmembers and test")
-    return {
-        name: ids.get(name, np.empty(0, np.int64)).astype(np.int64)
-        for name in ("h1", "h2", "reference", "nonmembers", "test")
-    }
+    return {name: ids.get(name, np.empty(0, np.int64)) for name in NAMES}
 
 
-def from_file(pool: Dataset, path: str | Path, seed: int = 0) -> Splits:
-    """Splits that were saved, or that you wrote yourself; ids count the samples of the data set from 0."""
-    ids = read_ids(path)
-    largest = max(int(part.max(initial=-1)) for part in ids.values())
-    if largest >= len(pool):
-        raise UserError(f"{path} names sample {largest}, but the data has {len(pool)}: the ids belong to other data")
-    return from_indices(pool, **ids, seed=seed)
+def from_file(pool: Dataset, path: str | Path) -> Splits:
+    """Splits that were saved, or that you wrote yourself: ids count the samples of the data from 0, as samples.csv of a run lists them."""
+    try:
+        return from_indices(pool, **read_ids(path))
+    except UserError as error:
+        raise UserError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
+
+
+def copies_of_members(splits: Splits) -> int:
+    """How many of the samples that stand for the outside have a member's very pixels; 0 where images are not held in memory."""
+    pixels = getattr(splits.pool, "pixels", getattr(getattr(splits.pool, "dataset", None), "pixels", None))
+    if pixels is None:
+        return 0
+    members = {pixels[int(i)].numpy().tobytes() for i in splits.members.indices}
+    outside = np.concatenate([splits.indices["nonmembers"], splits.indices["test"]])
+    return sum(pixels[int(i)].numpy().tobytes() in members for i in outside)
 
 
 def digest(indices: Mapping[str, np.ndarray]) -> str:

@@ -47,7 +47,7 @@ def test_stratified_gives_exactly_the_sizes_asked_for():
 
 def test_overlapping_parts_are_refused(pool):
     with pytest.raises(pptp.UserError, match="disjoint"):
-        pptp.from_indices(pool, h1=[0, 1], h2=[2, 3], nonmembers=[3, 4], test=[5])
+        pptp.from_indices(pool, h1=range(8), h2=range(8, 16), nonmembers=[15, 16], test=[17, 18])
 
 
 def test_class_with_one_member_is_refused():
@@ -137,7 +137,7 @@ def write_folder(root, splits=("train", "val"), classes=("a", "b"), each=6, midd
             folder = root.joinpath(split, name, *middle)
             folder.mkdir(parents=True)
             for i in range(each):
-                (folder / f"{split}_{name}_{i}.JPEG").write_bytes(jpeg(100 * s + 50 * c + i))
+                (folder / f"{split.strip('.')}_{name}_{i}.JPEG").write_bytes(jpeg(100 * s + 50 * c + i))
 
 
 def test_folder_is_read_split_by_split(tmp_path):

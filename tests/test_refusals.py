@@ -29,7 +29,7 @@ from pptp.cli import main
         (["--sam-rho", "-1"], "sam_rho is -1"),
         (["--img-size", "33", "--model", "test_vit"], "cannot take images of 33 px"),
         (["--val-split", "val"], "digits has no splits"),
-        (["--splits-file", "missing.npz"], "cannot read sample ids from missing.npz"),
+        (["--splits-file", "missing.npz"], "missing.npz: it must be an .npz with sample ids, or file names"),
     ],
 )
 def test_bad_training_input(extra, says, tmp_path, capsys):

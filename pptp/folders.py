@@ -1,0 +1,168 @@
+"""Images in folders and archives: one folder per class, and nothing else taken for one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from .errors import UserError
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+SPLIT_NAMES = (("train", "training"), ("validation", "val", "valid", "eval", "evaluation"), ("test",))
+DEFAULT_SPLIT = "train"
+
+
+def synonyms(split: str) -> tuple[str, ...]:
+    return next((names for names in SPLIT_NAMES if split.lower() in names), (split,))
+
+
+def is_hidden(name: str) -> bool:
+    """What editors and archivers leave behind: `.ipynb_checkpoints`, `._x.png`, `__MACOSX`."""
+    return any(part.startswith(".") or part == "__MACOSX" for part in PurePosixPath(name).parts)
+
+
+def choose_split(there: set[str], split: str, wanted: Sequence[str], where: str) -> str | None:
+    """The folder of a split among the names of folders that hold folders; None for data that is not divided at all.
+
+    wanted: the splits that are asked for. Never the whole for a part: a "validation split" that is really everything would call
+    members non-members.
+    """
+    known = {name for names in SPLIT_NAMES for name in names} | {name.lower() for name in wanted}
+    found = [name for name in sorted(there) if name.lower() in synonyms(split) or name == split]
+    if found:
+        return found[0]
+    divided = sorted(name for name in there if name.lower() in known)
+    if divided:
+        raise UserError(f"{where!r} has no folder for the split {split!r}: it has {', '.join(divided)}")
+    if len(wanted) > 1:
+        raise UserError(
+            f"{where!r} has no folder for the split {split!r}: it is not divided into splits, so leave out --val-split"
+        )
+    if split != DEFAULT_SPLIT:
+        raise UserError(
+            f"{where!r} has no folder for the split {split!r}: it is not divided into splits, so leave out --train-split"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Classed:
+    """Which files are samples, of which classes."""
+
+    positions: list[int]
+    labels: np.ndarray
+    class_to_idx: dict[str, int]
+
+
+def by_class(names: Sequence[str], where: str) -> Classed:
+    """Of names that must be CLASS/IMAGE; hidden ones are left out, whatever else lies elsewhere is refused."""
+    seen = [i for i, name in enumerate(names) if not is_hidden(name)]
+    for i in seen:
+        depth = len(PurePosixPath(names[i]).parts)
+        if depth != 2:
+            rule = "lies in no class folder" if depth < 2 else "lies deeper than one class folder"
+            raise UserError(f"the image {names[i]} of {where!r} {rule}: images must be in CLASS/IMAGE, move or remove it")
+    classes = sorted({PurePosixPath(names[i]).parts[0] for i in seen}, key=_natural)
+    class_to_idx = {name: k for k, name in enumerate(classes)}
+    labels = np.array([class_to_idx[PurePosixPath(names[i]).parts[0]] for i in seen], dtype=np.int64)
+    return Classed(seen, labels, class_to_idx)
+
+
+def _natural(name: str) -> list:
+    """ "im 2" before "im 10", as timm orders files; those that it takes for equal ("a", "A") by their letters."""
+    from timm.utils.misc import natural_key
+
+    return [natural_key(name), name]
+
+
+class ImageFolder(Dataset):
+    """Images below `root`, one folder per class; in natural order, so that a sample id is a place in this list."""
+
+    def __init__(self, root: Path, below: str = "", where: str = ""):
+        home = root / below
+        names = sorted(
+            (
+                Path(folder, name).relative_to(home).as_posix()
+                for folder, _, found in os.walk(home, followlinks=True)
+                for name in found
+            ),
+            key=_natural,
+        )
+        images = [name for name in names if name.lower().endswith(ENDINGS)]
+        classed = by_class(images, where or str(root))
+        self.labels, self.class_to_idx = classed.labels, classed.class_to_idx
+        kept = [images[i] for i in classed.positions]
+        self.paths = [home / name for name in kept]
+        self.files = [(PurePosixPath(below) / name).as_posix() for name in kept]
+        self.left_out = len(names) - len(kept)
+        if not kept:
+            raise UserError(f"there is no image in {home}: {', '.join(ENDINGS)} are read, in one folder per class")
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int):
+        return read_image(self.paths[index], self.files[index]), int(self.labels[index])
+
+
+def folder(root: Path, split: str, wanted: Sequence[str], where: str) -> ImageFolder:
+    """One split of a folder: a split is a folder of folders, so that a class may be called `train`."""
+    if not root.is_dir():
+        raise UserError(f"{root} is neither a folder nor a .tar")
+    there = {p.name for p in root.iterdir() if p.is_dir() and not is_hidden(p.name) and _holds_folders(p)}
+    return ImageFolder(root, choose_split(there, split, wanted, where) or "", where)
+
+
+def _holds_folders(path: Path) -> bool:
+    return any(p.is_dir() and not is_hidden(p.name) for p in path.iterdir())
+
+
+def in_archive(names: Sequence[str], split: str, wanted: Sequence[str], where: str) -> tuple[Classed, list[str]]:
+    """Which files of an archive belong to a split, and their names below its folder."""
+    parents = [PurePosixPath(name).parts[:-2] for name in names]  # above the class folder
+    there = {part for parts in parents for part in parts if not is_hidden(part)}
+    chosen = choose_split(there, split, wanted, where)
+    if chosen is None:
+        rows, cut = list(range(len(names))), [_shared_depth([n for n in names if not is_hidden(n)])] * len(names)
+    else:
+        rows = [i for i, parts in enumerate(parents) if chosen in parts and not is_hidden(names[i])]
+        cut = [parents[i].index(chosen) + 1 for i in rows]
+    inside = ["/".join(PurePosixPath(names[i]).parts[n:]) for i, n in zip(rows, cut)]
+    classed = by_class(inside, where)
+    kept = Classed([rows[i] for i in classed.positions], classed.labels, classed.class_to_idx)
+    return kept, [names[i] for i in kept.positions]
+
+
+def _shared_depth(names: Sequence[str]) -> int:
+    """How many folders all files lie in, the class folder not counted."""
+    folders = [PurePosixPath(name).parts[:-1] for name in names]
+    shared = os.path.commonprefix(folders)
+    return len(shared) - all(folder == shared for folder in folders) if shared else 0
+
+
+def read_image(path_or_file, name: str):
+    """The picture in 8-bit RGB, or a refusal."""
+    from PIL import Image
+
+    try:
+        return _rgb(Image.open(path_or_file), name)
+    except (OSError, SyntaxError) as error:
+        raise UserError(f"cannot read the image {name} ({error}): mend or remove it") from error
+
+
+def _rgb(image, name: str):
+    """Pictures of 16 bits keep their upper eight: a plain conversion would clip them to black and white."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):  # which has 16 bits at the most
+        return Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise UserError(
+            f"the image {name} holds numbers of 32 bits (mode {image.mode}), whose range is not known: save it with 8 or 16 bits"
+        )
+    return image.convert("RGB")
