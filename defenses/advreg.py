@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, default_collate
 
 from pptp.errors import UserError
 from pptp.retrain import Defense
+from pptp.stages import eval_mode
 from pptp.training import Monitor, Step, fit
 
 CHANCE = math.log(0.5)  # gain of a network that cannot tell; until it can, the added term does nothing
@@ -53,6 +54,8 @@ class AdvReg(Defense):
             checkpoint=checkpoint,
             title="advreg",
         )
+        if hasattr(data.reference, "set_epoch"):  # as `fit` leaves the members
+            data.reference.set_epoch(None)
         return {"active": 0.0, **history.summary()}
 
 
@@ -116,14 +119,13 @@ class Adversary(Monitor):
     def _outputs(self, step: Step, part: Dataset) -> tuple[Tensor, Tensor]:
         """Probabilities and labels of a random batch, the classifier in eval mode: h must not feed BatchNorm."""
         self.draws += 1
+        if hasattr(part, "set_epoch"):  # kept views: of both the same, or the network would learn to tell views
+            part.set_epoch(step.epoch)
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.draws)
         rows = torch.randint(len(part), (min(len(part), self.recipe.batch_size),), generator=generator).tolist()
         inputs, labels = default_collate([tuple(part[row][:2]) for row in rows])
-        was_training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        probabilities = self.model(inputs.to(step.inputs.device)).softmax(1)
-        for module in was_training:
-            module.training = True
+        with eval_mode(self.model):
+            probabilities = self.model(inputs.to(step.inputs.device)).softmax(1)
         return probabilities, labels.to(step.inputs.device)
 
     def state_dict(self) -> dict:

@@ -48,7 +48,7 @@ def distillation(logits: Tensor, others: Tensor, temperature: float) -> Tensor:
 
 
 class Partners(Monitor):
-    """For each sample another one of its class, drawn anew each step."""
+    """For each sample one of its class, now and then itself, drawn anew each step."""
 
     def __init__(self, settings: CSKD, members, seed: int):
         self.settings, self.members, self.seed, self.steps = settings, members, seed, 0

@@ -44,7 +44,7 @@ class DPSGD(Defense):
 
     def check(self, classes, recipe):
         rules = {
-            "epsilon": (self.epsilon > 0, "above 0"),
+            "epsilon": (0 < self.epsilon < math.inf, "above 0, and finite"),
             "noise_multiplier": (self.noise_multiplier >= 0, "0 or above"),
             "max_grad_norm": (self.max_grad_norm > 0, "above 0"),
             "delta": (0 <= self.delta < 1, "between 0 and 1"),

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from pptp.checkpoint import fingerprint_of
 from pptp.data import Part, indexed, sample_ids
 from pptp.errors import UserError
 from pptp.models import atomically
 from pptp.outside import probabilities
+from pptp.plugins import HOW_ONLY
 from pptp.retrain import Defense
-from pptp.training import Step, cross_entropy, fingerprint_of, fit
+from pptp.training import Step, cross_entropy, fit
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Selena(Defense):
     sub_epochs: int = 0  # of a sub-model; 0: as many as the student's
     temperature: float = 1.0  # of the teacher labels
     clip_grad: float = 1.0  # largest gradient norm of the student
-    processes: int = 1  # sub-models trained at once
+    processes: int = field(default=1, metadata=HOW_ONLY)  # sub-models trained at once
 
     @property
     def needs_images(self):
@@ -137,7 +139,7 @@ def _sub_model(
 
 
 def leave_out(samples: int, k: int, l: int, seed: int) -> np.ndarray:  # noqa: E741
-    """(samples, k) bool: which sub-models do not train on a sample; exactly l in every row, columns balanced."""
+    """(samples, k) bool: which sub-models do not train on a sample; exactly l in every row, about as many in every column."""
     return np.random.default_rng(seed).random((samples, k)).argsort(1).argsort(1) < l
 
 
@@ -172,8 +174,10 @@ class Lookup:
         self.row[torch.as_tensor(ids)] = torch.arange(len(ids))
 
     def loss(self, step: Step) -> Tensor:
-        teacher = self.teacher[self.row[step.indices.cpu()]].to(step.logits)
-        return soft_cross_entropy(step.logits, teacher)
+        rows = self.row[step.indices.cpu()]
+        if (rows < 0).any():
+            raise UserError(f"there is no teacher label for sample {int(step.indices[rows.to(step.indices) < 0][0])}")
+        return soft_cross_entropy(step.logits, self.teacher[rows].to(step.logits))
 
 
 def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -31,7 +32,7 @@ class Source:
         if self.img_size < 8:
             raise UserError(f"img_size is {self.img_size}: it must be at least 8")
         for name in ("limit_classes", "limit_per_class", "pixel_noise", "label_noise"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be 0 or above")
         if self.data != DIGITS and (self.pixel_noise or self.label_noise):
             raise UserError("pixel_noise and label_noise are for the digits only: they would be ignored here")
@@ -84,18 +85,18 @@ class Recipe:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1")
         for name in ("weight_decay", "clip_grad", "workers", "momentum"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} is {getattr(self, name)}: it must be 0 or above")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be 0 or above, and finite")
         if not 0 <= self.warmup_epochs < max(1, self.epochs):
             raise UserError(
                 f"warmup_epochs is {self.warmup_epochs}: it must lie between 0 and the {self.epochs} epochs"
             )
-        if self.sam_rho < 0 or (self.sam_rho and self.amp == "fp16"):
+        if not 0 <= self.sam_rho < math.inf or (self.sam_rho and self.amp == "fp16"):
             raise UserError(f"sam_rho is {self.sam_rho}: it must be 0 or above, and goes without fp16")
-        if self.seed < 0:
-            raise UserError(f"seed is {self.seed}: it must be 0 or above")
-        if not self.lr > 0:
-            raise UserError(f"lr is {self.lr}: it must be above 0")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed is {self.seed}: it must be between 0 and {2**32 - 1}")
+        if not 0 < self.lr < math.inf:
+            raise UserError(f"lr is {self.lr}: it must be above 0, and finite")
         if self.device not in ("auto", "cpu"):
             raise UserError(
                 f"device is {self.device!r}: 'auto' takes the accelerator there is, 'cpu' the processor (CUDA_VISIBLE_DEVICES picks one)"

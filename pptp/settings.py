@@ -30,7 +30,9 @@ def from_yaml(path: str | None) -> dict:
     import yaml
 
     try:
-        loaded = yaml.safe_load(Path(path).read_text()) or {}
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except UnicodeDecodeError as error:
+        raise UserError(f"the config {path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
     except OSError as error:
         raise UserError(f"cannot read the config {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
@@ -52,7 +54,8 @@ def typed(key: str, value):
     try:
         typed = value if kind in (dict, bool) else kind(value)
         fits = isinstance(typed, kind) and not (kind is int and float(value) != typed)
-    except (TypeError, ValueError):
+        fits = fits and not (kind in (int, float) and isinstance(value, bool))
+    except (TypeError, ValueError, OverflowError):
         fits = False
     if not fits:
         raise UserError(f"{key} is {value!r} in the config: it must be of type {kind.__name__}")

@@ -118,13 +118,30 @@ def train_mode(model: nn.Module) -> None:
 
 @torch.no_grad()
 def rewind(suffix: Iterable[Stage], state: dict[str, Tensor]) -> None:
-    """Copy the weights and buffers of `suffix` back from `state`, a state dict of the same model."""
+    """Copy the weights and buffers of `suffix` back from `state`, a state dict of the same model as it once was."""
+    suffix = list(suffix)
+    for part in suffix:
+        for name in part.parameter_names:
+            _check_fits(name, part.model.get_parameter(name), state)
     for part in suffix:
         for name in part.parameter_names:
             part.model.get_parameter(name).copy_(state[name])
         for name in part.buffer_names:
             if name in state:  # non-persistent buffers are constants that no checkpoint holds
                 part.model.get_buffer(name).copy_(state[name])
+
+
+def _check_fits(name: str, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+    if name not in state:
+        raise UserError(f"the weights to rewind to have no {name}: they are of another model")
+    if state[name].shape != parameter.shape:
+        raise UserError(
+            f"the weights to rewind to have {name} of shape {tuple(state[name].shape)}, the model {tuple(parameter.shape)}: they are of another model"
+        )
+    if state[name].data_ptr() == parameter.data_ptr() and parameter.numel():
+        raise UserError(
+            "the weights to rewind to are the model's own, which training has changed: take a copy before training, with pptp.snapshot(model)"
+        )
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:

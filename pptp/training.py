@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import io
-import json
 import math
-import pickle
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
+from .checkpoint import Checkpoint, fingerprint_of, whole
 from .config import Recipe
-from .data import Augmented, indexed, sample_ids
+from .data import Augmented, indexed
 from .errors import UserError
-from .models import atomically, weights_digest
 from .stages import train_mode
 
 
@@ -43,7 +39,10 @@ class Step:
     @cached_property
     def logits(self) -> Tensor:
         """(n, classes); computed when first asked for, since some losses run other inputs instead."""
-        return self.model(self.inputs)
+        found = self.model(self.inputs)
+        if not isinstance(found, Tensor):
+            raise UserError(f"the model returns a {type(found).__name__}: it must return logits (n, classes)")
+        return found
 
     def accuracy(self) -> float | None:
         """Of the logits, if the loss used them."""
@@ -78,12 +77,6 @@ class Monitor:
         """Undo `state_dict`."""
 
 
-def check_same_samples(before: Sequence[int], now: Sequence[int]) -> None:
-    """For monitors that go on after a kill: traces of other samples cannot be continued."""
-    if list(before) != list(now):
-        raise UserError("the training that is resumed watched other samples: ask for the same number, or pass --fresh")
-
-
 @dataclass
 class History:
     """One row an epoch: loss, accuracy (both as seen while training), lr, seconds, and what losses logged."""
@@ -95,8 +88,8 @@ class History:
         if not self.rows:
             return {}
         own = ("epoch", "lr", "loss", "accuracy", "seconds", "monitor_seconds")
-        logged = {k for row in self.rows for k in row if k not in own}
-        means = {k: _mean([row[k] for row in self.rows if k in row]) for k in sorted(logged)}
+        logged = {k for row in self.rows for k, value in row.items() if k not in own and value is not None}
+        means = {k: _mean([row[k] for row in self.rows if row.get(k) is not None]) for k in sorted(logged)}
         last = self.rows[-1]
         return {
             "epochs": len(self.rows),
@@ -136,8 +129,8 @@ def fit(
     views = Augmented(data, recipe.seed) if recipe.augment else data
     order = EpochOrder(len(data), recipe.seed)
     loader = DataLoader(views, batch_sampler=Batches(order, recipe.batch_size, False), num_workers=recipe.workers)
-    fingerprint = fingerprint_of(model, data, recipe, loss)
-    optimizer = make_optimizer(model, recipe)
+    fingerprint = fingerprint_of(model, data, recipe, loss) if checkpoint else ""
+    optimizer = make_optimizer(whole(model), recipe)  # which weights decay goes by their names
     schedule = _schedule(optimizer, recipe)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
@@ -158,7 +151,7 @@ def fit(
                 row = _epoch(accelerator, run, loader, optimizer, loss, epoch, recipe, monitors, bar)
                 schedule.step(epoch + 1)
                 row["seconds"] = time.perf_counter() - started
-                history.rows.append(row | _looked(monitors, model, epoch))
+                history.rows.append(_finite(row | _looked(monitors, model, epoch)))
                 if accelerator.is_main_process:
                     saved.write(history.rows)
         _share_buffers(model, accelerator)
@@ -178,8 +171,13 @@ def _looked(monitors: Sequence[Monitor], model: nn.Module, epoch: int) -> dict[s
     row, started = {}, time.perf_counter()
     with torch.random.fork_rng():
         for monitor in monitors:
-            row |= monitor.after_epoch(model, epoch)
+            row |= {name: float(value) for name, value in monitor.after_epoch(model, epoch).items()}
     return {**row, "monitor_seconds": time.perf_counter() - started}
+
+
+def _finite(row: dict[str, float]) -> dict[str, float | None]:
+    """None for what is no number, say the mean over samples of which an epoch had none."""
+    return {name: value if math.isfinite(value) else None for name, value in row.items()}
 
 
 def _compiled(model: nn.Module, recipe: Recipe) -> nn.Module:
@@ -330,6 +328,9 @@ class Batches(BatchSampler):
         return super().__len__() - joined
 
 
+SECOND_ORDER = ("adahessian",)
+
+
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """timm's optimizer of that name over the weights that require gradients."""
     from timm.optim import create_optimizer_v2, list_optimizers
@@ -339,12 +340,14 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         raise UserError(f"timm has no optimizer called {recipe.opt!r}: did you mean {', '.join(near)}?")
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError("every weight of the model is frozen: there is nothing to train")
+    if recipe.opt in SECOND_ORDER:
+        raise UserError(f"the optimizer {recipe.opt!r} needs second derivatives, which training does not keep: take another")
     try:
         return create_optimizer_v2(
             model, opt=recipe.opt, lr=recipe.lr, weight_decay=recipe.weight_decay, momentum=recipe.momentum
         )
-    except ValueError as error:
-        raise UserError(f"the optimizer {recipe.opt!r} refuses its settings: {error}") from error
+    except (ValueError, AssertionError, ImportError) as error:  # one that needs a GPU, or a package that is not there
+        raise UserError(f"the optimizer {recipe.opt!r} cannot be used here: {error}") from error
 
 
 def _schedule(optimizer, recipe: Recipe):
@@ -360,7 +363,8 @@ def _schedule(optimizer, recipe: Recipe):
         warmup_epochs=recipe.warmup_epochs,
         warmup_lr=recipe.lr / 100,
         decay_epochs=never if recipe.sched == "constant" else max(1, recipe.epochs // 3),
-        decay_milestones=[recipe.epochs // 2, recipe.epochs * 3 // 4],
+        decay_milestones=[recipe.epochs // 2 + 1, recipe.epochs * 3 // 4 + 1],  # timm counts them from 1
+        decay_rate=1.0 if recipe.sched == "poly" else 0.1,  # of poly it is the power
     )
     return schedule
 
@@ -374,6 +378,8 @@ def _accelerator(recipe: Recipe):
     if recipe.device == "cpu" and accelerator.device.type != "cpu":  # an earlier fit in this process chose another
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(cpu=True, mixed_precision=recipe.amp)
+    if recipe.amp == "fp16" and accelerator.device.type == "cpu":
+        raise UserError("fp16 needs a GPU, and would train in full precision here: use --amp no")
     if recipe.amp == "bf16" and accelerator.device.type == "cpu" and not cpu_runs_bfloat16():
         raise UserError("this processor dies on bfloat16: use --amp no")
     if accelerator.device.type == "cuda":
@@ -417,75 +423,3 @@ def _progress(title: str, recipe: Recipe, loader, epochs_done: int, accelerator)
         leave=True,
         disable=None if accelerator.is_main_process else True,
     )
-
-
-def fingerprint_of(model: nn.Module, data: Dataset, recipe: Recipe, loss: Loss) -> str:
-    """All that makes a training: recipe, samples, loss, starting and trained weights. A checkpoint is continued only where it is the same."""
-    what = replace(recipe, device="auto", workers=0)
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    owner = getattr(loss, "__self__", None)  # a defense: a dataclass whose repr tells its settings
-    said = repr(owner) if is_dataclass(owner) else type(owner).__name__
-    text = json.dumps([asdict(what), trained, getattr(loss, "__name__", ""), said, weights_digest(model), len(data)])
-    return hashlib.sha256(text.encode() + sample_ids(data).tobytes()).hexdigest()[:16]
-
-
-@dataclass
-class Checkpoint:
-    """Everything needed to go on after a kill: weights, optimizer, schedule, random state, history."""
-
-    path: str | Path | None
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    schedule: object
-    scaler: torch.amp.GradScaler | None  # of fp16
-    monitors: Sequence[Monitor]
-    fingerprint: str
-
-    def resume(self) -> list[dict[str, float]]:
-        """Restore what the file holds and return its history; no file, no history."""
-        if self.path is None or not Path(self.path).exists():
-            return []
-        try:
-            state = torch.load(self.path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError, OSError) as error:
-            raise UserError(
-                f"{self.path} is damaged: delete it, or pass --fresh, to train again from the start"
-            ) from error
-        if state["fingerprint"] != self.fingerprint:
-            raise UserError(
-                f"{self.path} was written with another configuration: pass --fresh, or use another run directory"
-            )
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
-        for monitor in self.monitors:
-            if type(monitor).__name__ in state["monitors"]:
-                monitor.load_state_dict(state["monitors"][type(monitor).__name__])
-            elif monitor.state_dict():
-                raise UserError(
-                    f"{self.path} is of a training that {type(monitor).__name__.lower()} did not watch from its start: leave the monitor out, or pass --fresh"
-                )
-        torch.set_rng_state(state["rng"])
-        if torch.cuda.is_available() and state["cuda_rng"]:
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
-        return state["history"]
-
-    def write(self, history: list[dict[str, float]]) -> None:
-        if self.path is None:
-            return
-        state = {
-            "fingerprint": self.fingerprint,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "scaler": self.scaler.state_dict() if self.scaler is not None else {},
-            "monitors": {type(monitor).__name__: monitor.state_dict() for monitor in self.monitors},
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "history": history,
-        }
-        buffer = io.BytesIO()  # written by Python, so that a full disk is an OSError
-        torch.save(state, buffer)
-        atomically(self.path, lambda temporary: temporary.write_bytes(buffer.getbuffer()))

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ..checkpoint import check_same
 from ..data import Part, indexed, some
 from ..gradients import squared_norms
 from ..intervals import Estimate, auc, auc_difference, bootstrap, proportion, rate_difference
@@ -126,9 +127,10 @@ class Influence(Monitor):
         return {"epochs": np.array([row["epoch"] for row in self.rows]), **kept}
 
     def state_dict(self):
-        return {"rows": self.rows}
+        return {"how": [self.every, self.most], "rows": self.rows}
 
     def load_state_dict(self, state):
+        check_same(state["how"], [self.every, self.most], "other batches, or at other epochs")
         self.rows = list(state["rows"])
 
 

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ..checkpoint import check_same
 from ..data import batches, sample_ids, some
 from ..errors import UserError
 from ..stages import bare
-from ..training import Monitor, check_same_samples
+from ..training import Monitor
 
 SMOOTH = (nn.GELU, nn.SiLU, nn.ELU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Hardswish, nn.Mish)
 
@@ -149,14 +150,13 @@ class Curvature(Monitor):
         }
 
     def state_dict(self):
-        return {"ids": self.ids.tolist(), "found": self.found}
+        return {"ids": self.ids.tolist(), "how": self._how, "found": self.found}
+
+    @property
+    def _how(self) -> list:
+        return [self.estimator, self.every, sorted(self.settings.items())]
 
     def load_state_dict(self, state):
-        check_same_samples(state["ids"], self.ids)
+        check_same(state["ids"], self.ids, "the curvature of other samples")
+        check_same(state["how"], self._how, "curvature by another estimator, or at other epochs")
         self.found = dict(state["found"])
-
-
-def enrichment(scores: np.ndarray, marked: np.ndarray, share: float = 0.1) -> tuple[float, float]:
-    """(share of marked samples among the top `share` by score, share among all)."""
-    top = np.argsort(-scores, kind="stable")[: max(1, int(share * len(scores)))]
-    return float(marked[top].mean()), float(marked.mean())

@@ -17,11 +17,12 @@ import torch
 from scipy import stats
 from torch.utils.data import Dataset
 
+from ..checkpoint import check_same
 from ..data import sample_ids, some
 from ..intervals import Estimate, bootstrap, proportion, rank_correlation
 from ..likelihood import OWN_VARIANCE_FROM, leave_one_out
 from ..signals import collect, logit_margin
-from ..training import Monitor, check_same_samples
+from ..training import Monitor
 
 REGIONS = ("secure", "ambiguous", "over-exposed", "vulnerable")
 CELLS = 10  # of each axis, for the entropy
@@ -42,6 +43,16 @@ def plane(phi: np.ndarray, members: np.ndarray, fpr: float = 0.1, counted: bool 
         rate = _counted if counted else _gaussian
         states.append(np.stack([rate(scores, chosen, tau) for chosen in (~members, members)], -1))
     return np.stack(states)
+
+
+def vulnerable_by_chance(phi: np.ndarray, members: np.ndarray, fpr: float = 0.1, seed: int = 0) -> float:
+    """Share of samples that come out vulnerable though nothing tells of membership: with each sample's models drawn from another one's.
+
+    phi: (m, n) at one checkpoint; members: (m, n) bool.
+    """
+    shuffled = members[:, np.random.default_rng(seed).permutation(members.shape[1])]
+    states = plane(phi[None], shuffled, fpr)
+    return float(Dynamics(np.zeros(1), np.arange(phi.shape[1]), states).vulnerable.mean())
 
 
 def _counted(scores: np.ndarray, chosen: np.ndarray, tau: float) -> np.ndarray:
@@ -162,10 +173,17 @@ class Recording(Monitor):
         return {"ids": self.ids, "epochs": np.array(self.epochs), **traces}
 
     def state_dict(self):
-        return {"ids": self.ids.tolist(), "epochs": self.epochs, "traces": self.traces, "total": self.total}
+        return {
+            "ids": self.ids.tolist(),
+            "every": self.every,
+            "epochs": self.epochs,
+            "traces": self.traces,
+            "total": self.total,
+        }
 
     def load_state_dict(self, state):
-        check_same_samples(state["ids"], self.ids)
+        check_same(state["ids"], self.ids, "other samples")
+        check_same(state["every"], self.every, "at other epochs")
         self.epochs, self.traces, self.total = list(state["epochs"]), dict(state["traces"]), state["total"]
 
 

@@ -19,6 +19,7 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from ..checkpoint import check_same
 from ..data import indexed
 from ..errors import UserError
 from ..intervals import Estimate, bootstrap
@@ -371,9 +372,14 @@ class Tokens(Monitor):
         return {"when": np.array(list(self.found)), **kept}
 
     def state_dict(self):
-        return {"taken": self.taken, "found": self.found}
+        return {"taken": self.taken, "how": self._how, "found": self.found}
+
+    @property
+    def _how(self) -> list:
+        return [self.every, self.steps, self.layers, repr(self.settings)]
 
     def load_state_dict(self, state):
+        check_same(state["how"], self._how, "other gradients, or at other epochs")
         self.taken, self.found = state["taken"], dict(state["found"])
 
 
