@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from .data import Part, View, batches, indexed, sample_ids
+from .data import KEPT_SEED, Samples, View, batches, indexed, sample_ids
 from .errors import UserError
 from .models import weights_digest
 from .splits import TrainingData
@@ -21,6 +24,7 @@ from .stages import SCRATCH, Stage, split_at
 from .suffix import CannotCut, Suffix, run_until
 
 KINDS = ("auto", "memory", "disk", "none")
+SPARE = 0.9  # of the free disk: a file that outgrew it would end the process at its first write
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -46,22 +50,23 @@ class Policy:
             if not holds:
                 raise UserError(f"cache {name} is {getattr(self, name)!r}: it must be {rule}")
 
-    def place(self, size: int, held: int = 0, filed: int = 0) -> str:
-        """ "memory", "disk" or "none" for so many bytes, next to those that memory and files hold already."""
+    def place(self, size: int, held: int = 0, filed: int = 0, free: float = math.inf) -> str:
+        """ "memory", "disk" or "none" for so many bytes, next to those that memory and files hold already; `free` are left on the disk."""
         budget = self.gigabytes * 2**30
         if self.kind != "auto":
             return self.kind
-        return "memory" if held + size <= budget else "disk" if filed + size <= 10 * budget else "none"
+        fits = filed + size <= 10 * budget and size <= SPARE * free
+        return "memory" if held + size <= budget else "disk" if fits else "none"
 
 
-class Activations(Part):
+class Activations(Samples):
     """Samples as the boundary sees them: (activation, y, index). View 0 is the image itself, the others are augmented.
 
     While training, epoch e reads view 1 + e mod views; otherwise view 0.
     """
 
     def __init__(self, store: Tensor, labels: np.ndarray, ids: np.ndarray, name: str):
-        self.store, self.labels, self.indices, self.name = store, labels, ids, name  # store: (1 + views, n, ...)
+        self.store, self.labels, self.ids, self.name = store, labels, ids, name  # store: (1 + views, n, ...)
         self.view = 0
 
     def set_epoch(self, epoch: int | None) -> None:
@@ -72,7 +77,7 @@ class Activations(Part):
         return self.store.shape[1]
 
     def __getitem__(self, position: int):
-        return self.store[self.view, position].float(), int(self.labels[position]), int(self.indices[position])
+        return self.store[self.view, position].float(), int(self.labels[position]), int(self.ids[position])
 
 
 @dataclass
@@ -83,7 +88,6 @@ class TrunkCache:
     folder: Path | None = None  # for files; a temporary one if there is none
     kept: dict[str, Activations] = field(default_factory=dict, repr=False)
     pools: dict[int, Dataset] = field(default_factory=dict, repr=False)
-    files: tempfile.TemporaryDirectory | None = field(default=None, repr=False)
     in_files: set[str] = field(default_factory=set, repr=False)
 
     def prepare(
@@ -152,7 +156,14 @@ class TrunkCache:
             sum(there.store.nbytes for key, there in self.kept.items() if (key in self.in_files) is in_file)
             for in_file in (False, True)
         )
-        return self.policy.place(self.size(suffix, missing, views), held, filed)
+        free = shutil.disk_usage(self._where()).free
+        return self.policy.place(self.size(suffix, missing, views), held, filed, free)
+
+    def _where(self) -> Path:
+        """The folder for files."""
+        folder = Path(tempfile.gettempdir() if self.folder is None else self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def activations(
         self,
@@ -197,13 +208,25 @@ class TrunkCache:
         dtype = DTYPES[self.policy.dtype]
         if place == "memory":
             return torch.empty(shape, dtype=dtype)
-        if self.files is None:
-            if self.folder is not None:
-                Path(self.folder).mkdir(parents=True, exist_ok=True)
-            self.files = tempfile.TemporaryDirectory(prefix=".activations-", dir=self.folder)
-        path = Path(self.files.name) / key
-        self.in_files.add(key)
-        return torch.from_numpy(np.memmap(path, np.dtype(self.policy.dtype), "w+", shape=shape))
+        with tempfile.NamedTemporaryFile(prefix=".activations-", dir=self._where()) as file:
+            _claim(file, math.prod(shape) * np.dtype(self.policy.dtype).itemsize)
+            mapped = np.memmap(file, np.dtype(self.policy.dtype), "r+", shape=shape)
+        self.in_files.add(key)  # the file has no name any more, and is gone with its mapping, even after a kill
+        return torch.from_numpy(mapped)
+
+
+def _claim(file, size: int) -> None:
+    """Take the room now: writing into a mapped file that the disk has no room for would kill the process without a word."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
+    except OSError as error:
+        raise UserError(
+            f"there is no room for {size / 2**30:.1f} GB of the trunk's outputs in {Path(file.name).parent} ({error.strerror}): "
+            "use --cache memory or none, or --cache-dtype float16"
+        ) from error
 
 
 @torch.no_grad()
@@ -211,7 +234,7 @@ def fill(store: Tensor, suffix: Suffix, data: Dataset, batch_size: int) -> None:
     """Run the trunk, in eval mode, on every view of every sample."""
     suffix.model.eval()
     for view in range(len(store)):
-        source = data if view == 0 else View(data, view)
+        source = data if view == 0 else View(data, view, KEPT_SEED)
         at = 0
         for inputs, _ in batches(source, suffix.model, batch_size):
             store[view, at : at + len(inputs)] = (

@@ -39,3 +39,19 @@ def on_every_call(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def at_call(model: nn.Module, call: Call, hook: Callable) -> Iterator[None]:
+    """While open, run a forward hook (module, inputs, output) at one particular call of a module."""
+    count = [-1]
+
+    def only_then(module, inputs, output):
+        count[0] += 1
+        return hook(module, inputs, output) if count[0] == call[1] else None
+
+    handle = model.get_submodule(call[0]).register_forward_hook(only_then)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .stages import Stage, stages, watch
+from .stages import Stage, eval_mode, stages, watch
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,8 @@ def describe(
         marks.append((counter.get_total_flops(), tuple(output.shape[1:])))
 
     device = next(model.parameters()).device
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    with torch.no_grad(), watch([part.on(model) for part in shown], see), counter:
+    with eval_mode(model), torch.no_grad(), watch([part.on(model) for part in shown], see), counter:
         model(torch.zeros(1, *input_size, device=device))
-    for module in was_training:
-        module.training = True
     total = max(1, counter.get_total_flops())
     before = [0, *(flops for flops, _ in marks)]
     ends = [flops for flops, _ in marks[:-1]] + [total]  # what comes after the last boundary belongs to it

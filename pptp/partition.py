@@ -13,15 +13,14 @@ This is the only file that knows how timm names things.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .calls import Call, on_every_call
+from .calls import Call, at_call, on_every_call
 from .errors import UserError
 from .trees import can_pack, pack, tensors_in
 
@@ -153,9 +152,9 @@ def _group_ids(model: nn.Module, names: list[str], coarse: bool) -> dict[str, in
 
 
 def _wrappers(names: list[str]) -> int:
-    """How many levels of names are the same for all, such as a single `self.net`."""
-    depth = 0
-    while len({tuple(n.split(".")[: depth + 1]) for n in names}) == 1:
+    """How many levels of names are the same for all, such as a single `self.net`; a module that holds tensors itself is none."""
+    depth, deepest = 0, max(0, min(n.count(".") for n in names) - 1) if names else 0
+    while depth < deepest and len({tuple(n.split(".")[: depth + 1]) for n in names}) == 1:
         depth += 1
     return depth
 
@@ -386,7 +385,10 @@ def _elements(output: object) -> int:
 
 
 def _logits(output) -> Tensor:
-    return output[0] if isinstance(output, (tuple, list)) else output
+    found = output[0] if isinstance(output, (tuple, list)) else output
+    if not isinstance(found, Tensor):
+        raise UserError(f"the model returns a {type(found).__name__}: it must return logits (n, classes), wrap it in a module that does")
+    return found
 
 
 def _carries_all(model, leaving: Event, x: Tensor, other: Tensor, answer: Tensor, distractor: Tensor) -> bool:
@@ -396,7 +398,7 @@ def _carries_all(model, leaving: Event, x: Tensor, other: Tensor, answer: Tensor
     def put(module, inputs, output):
         return value
 
-    with torch.no_grad(), _on_call(model, leaving, put):
+    with torch.no_grad(), at_call(model, (leaving.module, leaving.call), put):
         given = _logits(model(other))
     return _same(given, answer, scale=answer - distractor)
 
@@ -412,25 +414,9 @@ def _output_at(model, leaving: Event, x: Tensor) -> object:
     def keep(module, inputs, output):
         kept.append(tree_map_only(Tensor, Tensor.clone, output))
 
-    with torch.no_grad(), _on_call(model, leaving, keep):
+    with torch.no_grad(), at_call(model, (leaving.module, leaving.call), keep):
         model(x)
     return kept[0]
-
-
-@contextmanager
-def _on_call(model: nn.Module, at: Event, hook: Callable):
-    """Run a forward hook at one particular call of a module."""
-    calls = [-1]
-
-    def only_then(module, inputs, output):
-        calls[0] += 1
-        return hook(module, inputs, output) if calls[0] == at.call else None
-
-    handle = model.get_submodule(at.module).register_forward_hook(only_then)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _assign_modules(model: nn.Module, groups: list[Group], events: list[Event]) -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from .calls import Call, on_every_call
+from .calls import Call, at_call, on_every_call
 from .errors import UserError
-from .stages import Stage, split_at
+from .stages import Stage, eval_mode, split_at
 from .trees import pack, unpack
 
 
@@ -67,6 +67,8 @@ class Suffix(nn.Module):
         if not trunk:
             raise CannotCut(f"there is nothing before the cut {cut!r}")
         self.plan = make_plan(model, (trunk[-1].boundary, trunk[-1].boundary_call), self.input_shape)
+        if self.plan.shape == self.input_shape:  # behind a normalising layer, say
+            raise CannotCut(f"what {trunk[-1].name} gives has the shape of an image: the two could not be told apart")
 
     def __getattr__(self, name: str):
         """Whatever else is asked of it, the model itself answers."""
@@ -134,21 +136,13 @@ def _replaced(model: nn.Module, plan: Plan, answer) -> Iterator[None]:
 def run_until(model: nn.Module, boundary: Call, x: Tensor) -> Tensor:
     """The output of the boundary; nothing after it is run."""
     found: list[Tensor] = []
-    count = [-1]
 
     def stop(module, inputs, output):
-        count[0] += 1
-        if count[0] == boundary[1]:
-            found.append(pack(output))
-            raise _Reached
+        found.append(pack(output))
+        raise _Reached
 
-    handle = model.get_submodule(boundary[0]).register_forward_hook(stop)
-    try:
+    with contextlib.suppress(_Reached), at_call(model, boundary, stop):
         model(x)
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
     return found[0]
 
 
@@ -157,9 +151,7 @@ def run_until(model: nn.Module, boundary: Call, x: Tensor) -> Tensor:
 
 def make_plan(model: nn.Module, boundary: Call, input_shape: tuple[int, ...]) -> Plan:
     """Trace two batch sizes, keep the outermost calls that finish before the boundary, and try the result."""
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with eval_mode(model):
         like = next(model.parameters())
         two, three = (_outermost(model, boundary, torch.zeros(n, *input_shape).to(like)) for n in (2, 3))
         if two.keys() != three.keys():
@@ -168,9 +160,6 @@ def make_plan(model: nn.Module, boundary: Call, input_shape: tuple[int, ...]) ->
         activation = pack(two[boundary])
         plan = Plan(boundary, returns, tuple(activation.shape[1:]), two[boundary])
         return _tried(model, plan, activation, input_shape)
-    finally:
-        for module in was_training:
-            module.training = True
 
 
 def _tried(model: nn.Module, plan: Plan, activation: Tensor, input_shape: tuple[int, ...]) -> Plan:

@@ -263,13 +263,14 @@ def test_a_frontier_retrains_every_point_once_chooses_and_refines(tmp_path, caps
     assert main([*sweep, "--min-accuracy", "0.1", "--rounds", "1"]) == 0
     shown = capsys.readouterr().out
     assert "best:" in shown and "alpha=0.4" in shown and "which it was not chosen by" in shown
-    found = pptp.runs.read_json(run / "frontier/relaxloss-layer3-layer4.json", "")
+    (table,) = run.glob("frontier/relaxloss-layer3-layer4-*.json")
+    found = pptp.runs.read_json(table, "")
     assert (
         len(found["points"]) == 5
         and sum(p["best"] for p in found["points"]) == 1
         and any(p["pareto"] for p in found["points"])
     )
-    assert (run / "frontier/relaxloss-layer3-layer4.svg").read_text().startswith("<svg")
+    assert table.with_suffix(".svg").read_text().startswith("<svg")
     stamps = {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/point.json")}
     assert main([*sweep, "--target-auc", "0.5", "--rounds", "0"]) == 0
     assert "No point fulfils" in capsys.readouterr().out
@@ -282,7 +283,7 @@ def test_a_frontier_retrains_every_point_once_chooses_and_refines(tmp_path, caps
     assert len(again) == 4 and all("rmia" in attacks for attacks in again), "by the reference models that are there now"
     assert trained == {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/trained.json")}, "but not trained again"
     for more, says in (
-        (["--set", "alpha=9"], "alpha is 9"),
+        (["--set", "upper=9"], "upper is 9"),
         (["--target-auc", "60"], "target_auc is 60"),
         (["--min-accuracy", "2"], "min_accuracy is 2"),
         (["--rounds", "-1"], "rounds is -1"),
@@ -297,7 +298,7 @@ def test_a_point_that_was_interrupted_goes_on_where_it_was(tmp_path, monkeypatch
     shutil.copytree(run, whole)
     sweep = ["--defense", "selena", "--set", "k=3", "--set", "l=1", "--cut", "layer4", "--epochs", "2"]
     assert main(["frontier", str(whole), *sweep]) == 0
-    trained, write = [], pptp.training.Checkpoint.write
+    trained, write = [], pptp.checkpoint.Checkpoint.write
 
     def dies(self, rows):
         write(self, rows)
@@ -305,7 +306,7 @@ def test_a_point_that_was_interrupted_goes_on_where_it_was(tmp_path, monkeypatch
         if len(trained) == 7:  # after the three sub-models, in the student
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(pptp.training.Checkpoint, "write", dies)
+    monkeypatch.setattr(pptp.checkpoint.Checkpoint, "write", dies)
     assert main(["frontier", str(run), *sweep]) == 130
     assert main(["frontier", str(run), *sweep]) == 0
     assert trained[7:] == [2], "the student's second epoch alone"
@@ -357,7 +358,7 @@ def test_pareto_and_choice():
     def point(accuracy, leak, alpha):
         setting = Setting("relaxloss", (f"alpha={alpha}",), "layer4", "init", pptp.Recipe())
         of = [Estimate(v, v, v) for v in (accuracy, leak)]
-        return Point(setting, *of, "confidence", *of, "confidence", 1.0, 1.0)
+        return Point(setting, *of, "confidence", *of, "confidence", leak, 1.0, 1.0)
 
     a, b, c, d = point(0.7, 0.8, 0.25), point(0.65, 0.6, 0.5), point(0.6, 0.65, 1.0), point(0.5, 0.52, 2.0)
     assert pareto([a, b, c, d]) == [a, b, d]
@@ -373,20 +374,17 @@ def test_pareto_and_choice():
     assert values == pytest.approx([0.3536, 0.7071], abs=1e-3)
 
 
-def test_a_point_is_reported_by_the_attack_that_is_strongest_where_it_was_not_chosen(tmp_path):
-    from pptp.frontier import _read_point
+def test_a_point_is_reported_by_the_attack_that_is_strongest_where_it_was_not_chosen():
+    from pptp.frontier import point_of
     from pptp.procedures import Setting
-    from pptp.runs import write_json
 
     def e(value):
         return {"value": value, "low": value - 0.03, "high": value + 0.03, "note": ""}
 
     attacks = {"a": [e(0.6), e(0.52)], "b": [e(0.55), e(0.58)], "turned": [e(0.5), e(0.38)]}
-    write_json(
-        tmp_path / "point.json",
-        {"attacks": attacks, "accuracy": [e(0.5), e(0.4)], "result": {"active": 1.0}, "cost": {"seconds": 1.0}},
-    )
-    point = _read_point(tmp_path / "point.json", Setting("plain", (), "layer4", "init", pptp.Recipe()), "key")
+    found = {"attacks": attacks, "accuracy": [e(0.5), e(0.4)], "result": {}, "cost": {"seconds": 1.0}}
+    point = point_of(found, Setting("plain", (), "layer4", "init", pptp.Recipe()), "key")
+    assert point.active is None, "nothing was said of it"
     assert (point.attack, point.leak.value) == ("a", 0.6)
     assert (point.reported_attack, round(point.reported_leak.value, 3)) == ("turned", 0.62)
 
