@@ -21,7 +21,7 @@ def feature_probe(known: Known, query: Signals, *, stage: str) -> Tensor:
     x, y = known.signals.measured[stage].numpy()[outsiders], known.signals.labels.numpy()[outsiders]
     if len(np.unique(y)) < 2:
         raise CannotLearn("needs known non-members of two classes to learn from")
-    svm = fit_svm(x, y, seed=0)
+    svm = fit_svm(x, y, seed=0, class_weight="balanced")  # else what is rarer among non-members scores as one
     return margin(svm.decision_function(query.measured[stage].numpy()), svm.classes_, query.labels.numpy())
 
 

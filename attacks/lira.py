@@ -24,9 +24,9 @@ def lira_offline(known: Known, query: Signals) -> Tensor:
 
 
 def _views(signals: Signals) -> Tensor:
-    """(q, n, classes): the sample itself, and its augmented queries where there are any."""
-    own = signals.logits[None]
-    return own if signals.reference_augmented is None else torch.cat([own, signals.augmented])
+    """(q, n, classes): the sample itself, and as many of its augmented queries as the reference models were asked."""
+    own, asked = signals.logits[None], signals.reference_augmented
+    return own if asked is None else torch.cat([own, signals.augmented[: asked.shape[1]]])
 
 
 def _reference_views(signals: Signals) -> Tensor:

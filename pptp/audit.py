@@ -10,7 +10,6 @@ from scipy import stats
 
 from .errors import UserError
 from .evaluate import fold_of
-from .intervals import proportion
 
 
 @dataclass(frozen=True)
@@ -27,14 +26,6 @@ class Bound:
 
     def to_dict(self) -> dict:
         return {"epsilon": self.epsilon, "delta": self.delta, "confidence": self.confidence, "how": self.how}
-
-
-def ratio_bound(
-    hits: int, members: int, alarms: int, nonmembers: int, delta: float = 0.0, confidence: float = 0.95
-) -> float:
-    """(TPR - delta) / FPR, at least: Clopper-Pearson on each rate, with half of the error each."""
-    tpr, fpr = proportion(hits, members, confidence).low, proportion(alarms, nonmembers, confidence).high
-    return max(0.0, tpr - delta) / fpr if fpr > 0 else float("inf")
 
 
 def threshold_bound(
@@ -57,13 +48,16 @@ def threshold_bound(
 
 
 def _epsilons(scores, members, thresholds: np.ndarray, flipped: bool, delta: float, confidence: float) -> np.ndarray:
-    """The bound of each threshold (t,): log (TPR - delta)/FPR, or log (TNR - delta)/FNR if flipped, and 0 at least."""
+    """The bound of each threshold (t,): log (TPR - delta)/FPR, or log (TNR - delta)/FNR if flipped, and 0 at least.
+
+    Clopper-Pearson on each rate, with half of the error each.
+    """
     inside, outside = np.sort(scores[members]), np.sort(scores[~members])
     m, n = len(inside), len(outside)
     hits, alarms = m - np.searchsorted(inside, thresholds), n - np.searchsorted(outside, thresholds)
     good, of, bad, out_of = (n - alarms, n, m - hits, m) if flipped else (hits, m, alarms, n)
     tail = (1 - confidence) / 2
-    with np.errstate(divide="ignore", invalid="ignore"):  # Clopper-Pearson, as in `ratio_bound`
+    with np.errstate(divide="ignore", invalid="ignore"):
         low = np.where(good > 0, stats.beta.ppf(tail, good, of - good + 1), 0.0)
         high = np.where(bad < out_of, stats.beta.ppf(1 - tail, bad + 1, out_of - bad), 1.0)
         return np.maximum(0.0, np.log(np.maximum(0.0, low - delta) / high))
@@ -131,5 +125,5 @@ def canary_bound(
     order = np.argsort(-np.asarray(scores, float), kind="stable")
     included = np.asarray(included, bool)
     right = int(included[order[:k]].sum() + (~included[order[-k:]]).sum())
-    how = f"one run, {right} of {2 * k} guesses right on {m} canaries"
+    how = f"one run, {right} of {2 * k} guesses by confidence right on {m} canaries"
     return Bound(one_run_bound(m, 2 * k, right, delta, p), delta, 1 - p, how)

@@ -7,12 +7,14 @@ along it, and again. Every distance is that of a point of another class that was
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from .data import batches
+from .data import batches, sample_ids
 from .errors import UserError
 
 BISECTIONS = 8
@@ -43,20 +45,22 @@ def boundary_distances(
     starts = starts.to(next(model.parameters()).device)
     classes = model(starts).argmax(1)
     found = []
-    for number, (inputs, targets) in enumerate(
-        tqdm(
-            batches(data, model, batch_size, workers),
-            desc=f"boundary, {budget} queries a sample",
-            total=-(-len(data) // batch_size),
-            disable=None,
-        )
+    ids, at = sample_ids(data).tolist(), 0
+    for inputs, targets in tqdm(
+        batches(data, model, batch_size, workers),
+        desc=f"boundary, {budget} queries a sample",
+        total=-(-len(data) // batch_size),
+        disable=None,
     ):
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-        found.append(_of_batch(model, inputs, targets, starts, classes, budget, generator).cpu())
+        own = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in ids[at : at + len(inputs)]]
+        found.append(_of_batch(model, inputs, targets, starts, classes, budget, own).cpu())
+        at += len(inputs)
     return torch.cat(found)
 
 
-def _of_batch(model, x: Tensor, y: Tensor, starts: Tensor, classes: Tensor, budget: int, generator) -> Tensor:
+def _of_batch(
+    model, x: Tensor, y: Tensor, starts: Tensor, classes: Tensor, budget: int, generators: Sequence[torch.Generator]
+) -> Tensor:
     right = model(x).argmax(1) == y
     distance = torch.zeros(len(x), device=x.device)
     apart = torch.cdist(x.flatten(1), starts.flatten(1))  # (n, k)
@@ -68,6 +72,7 @@ def _of_batch(model, x: Tensor, y: Tensor, starts: Tensor, classes: Tensor, budg
         return distance
     nearest = apart.masked_fill(~other, float("inf")).argmin(1)
     x, y, point = x[moving], y[moving], starts[nearest[moving]]
+    generators = [generator for generator, moves in zip(generators, moving.tolist()) if moves]
 
     def other_class(points: Tensor) -> Tensor:
         """(k, n) bool for points (k, n, channels, h, w)."""
@@ -75,7 +80,7 @@ def _of_batch(model, x: Tensor, y: Tensor, starts: Tensor, classes: Tensor, budg
 
     point = _bisect(other_class, x, point)
     for turn in range(1, 1 + (budget - 1 - BISECTIONS) // ROUND):
-        point = _step(other_class, x, point, turn, generator)
+        point = _step(other_class, x, point, turn, generators)
     distance[moving] = _length(point - x)
     return distance
 
@@ -98,10 +103,11 @@ def _bisect(other_class, x: Tensor, point: Tensor) -> Tensor:
     return x + _scaled(point - x, high)
 
 
-def _step(other_class, x: Tensor, point: Tensor, turn: int, generator: torch.Generator) -> Tensor:
+def _step(other_class, x: Tensor, point: Tensor, turn: int, generators: Sequence[torch.Generator]) -> Tensor:
     """Along the estimated normal, and back to the boundary; kept where it came nearer to x."""
     size = _length(point - x)
-    directions = torch.randn(NEIGHBOURS, *x.shape, generator=generator).to(x)
+    drawn = [torch.randn(NEIGHBOURS, *x.shape[1:], generator=generator) for generator in generators]
+    directions = torch.stack(drawn, 1).to(x)  # (k, n, channels, h, w), each sample's from its id, whatever batch it is in
     directions /= directions.flatten(2).norm(dim=2).reshape(NEIGHBOURS, len(x), *[1] * (x.ndim - 1))
     votes = (
         other_class(point + _scaled(directions.transpose(0, 1), 0.05 * size).transpose(0, 1)).float() * 2 - 1

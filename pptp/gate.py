@@ -11,7 +11,6 @@ from .errors import UserError
 from .evaluate import MembershipScores
 from .intervals import Estimate
 
-LEAKS = ("auc", "advantage", "balanced_accuracy")
 UTILITIES = ("test_accuracy", "train_accuracy")
 RULE = re.compile(
     r"^\s*(?P<who>.*?)(?P<metric>auc|advantage|balanced_accuracy|test_accuracy|train_accuracy|tpr@(?P<fpr>[0-9.eE-]+))\s*"
@@ -134,9 +133,10 @@ def _estimate(rule: Rule, scores: MembershipScores, confidence: float) -> Estima
         found = scores.auc_at(confidence)
         low, high = found.effect
         return replace(found, value=0.5 + abs(found.value - 0.5), low=0.5 + low, high=0.5 + high)
-    if rule.fpr:  # either way round, each with half of the error
-        ways = (scores, replace(scores, scores=-scores.scores))
-        return max((way.tpr_at(rule.fpr, (1 + confidence) / 2) for way in ways), key=lambda e: (e.low, e.value))
+    if rule.fpr:  # either way round, each with half of the error: the attacker takes the better one
+        turned = replace(scores, scores=-scores.scores)
+        ways = [way.tpr_at(rule.fpr, (1 + confidence) / 2) for way in (scores, turned)]
+        return replace(max(ways, key=lambda e: (e.low, e.value)), high=max(way.high for way in ways))
     found = scores.advantage_at(confidence)
     if rule.metric == "advantage":
         return found

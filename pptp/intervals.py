@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 from scipy.optimize import brentq
+from scipy.special import expit, logit
 
 from .errors import UserError
 
@@ -40,8 +41,9 @@ def auc(positive: np.ndarray, negative: np.ndarray, confidence: float = 0.95) ->
     """P(positive > negative) + P(tie)/2 with DeLong's interval (DeLong et al. 1988).
 
     With midranks R over both samples (r within one): V10 = (R - r)/n_neg, V01 = 1 - (R - r)/n_pos, and
-    var = var(V10)/n_pos + var(V01)/n_neg. Where one of the two terms is 0 (no overlap on that side) it says nothing, and
-    Newcombe's score interval (2006, method 5) is used as well. Scores of two values are a difference of two rates.
+    var = var(V10)/n_pos + var(V01)/n_neg. The interval is symmetric in log(AUC / (1 - AUC)): on the AUC itself its lower end is too
+    high near 1. Where one of the two terms is 0 (no overlap on that side) it says nothing, and Newcombe's score interval (2006,
+    method 5) is used as well. Scores of two values are a difference of two rates.
     """
     positive, negative = np.asarray(positive, float), np.asarray(negative, float)
     m, n = len(positive), len(negative)
@@ -58,12 +60,19 @@ def auc(positive: np.ndarray, negative: np.ndarray, confidence: float = 0.95) ->
         low, high = 0.5 + gap.low / 2, 0.5 + gap.high / 2
     else:
         parts = (v10.var(ddof=1) / m if m > 1 else 0.0), (v01.var(ddof=1) / n if n > 1 else 0.0)
-        half = z * sum(parts) ** 0.5
-        low, high = value - half, value + half
+        low, high = _on_logits(value, z * sum(parts) ** 0.5)
         if min(parts) < 1e-12:  # nothing was seen to vary on one side: that is no certainty
             wide = _auc_score_interval(value, m, n, z)
             low, high = min(low, wide[0]), max(high, wide[1])
     return Estimate(value, max(0.0, float(low)), min(1.0, float(high)), TOO_FEW if min(m, n) < 10 else "")
+
+
+def _on_logits(value: float, half: float) -> tuple[float, float]:
+    """value ± half, to first order, symmetric in log(value / (1 - value))."""
+    if not 0 < value < 1:
+        return value, value
+    half /= value * (1 - value)
+    return float(expit(logit(value) - half)), float(expit(logit(value) + half))
 
 
 def _auc_score_interval(value: float, m: int, n: int, z: float) -> tuple[float, float]:
@@ -152,7 +161,8 @@ def auc_difference(a: np.ndarray, b: np.ndarray, members: np.ndarray, confidence
     """AUC of scores `a` minus AUC of scores `b` on the same samples, by DeLong's paired test.
 
     With V10 and V01 of each as in `auc`, the variance is that of their differences: what both models find hard
-    cancels, which is why two overlapping intervals can hide a clear difference.
+    cancels, which is why two overlapping intervals can hide a clear difference. Where all samples differ alike (a perfect
+    score against a useless one) nothing is seen to vary, and the two intervals are combined as those of independent numbers.
     """
     members = np.asarray(members, bool)
     m, n = int(members.sum()), int((~members).sum())
@@ -162,10 +172,14 @@ def auc_difference(a: np.ndarray, b: np.ndarray, members: np.ndarray, confidence
         _placements(s[members], s[~members]) for s in (np.asarray(a, float), np.asarray(b, float))
     )
     difference = float((a10 - b10).mean())
-    variance = (a10 - b10).var(ddof=1) / m + (a01 - b01).var(ddof=1) / n
-    half = stats.norm.ppf(0.5 + confidence / 2) * variance**0.5
-    low, high = max(-1.0, difference - half), min(1.0, difference + half)
-    return Estimate(difference, float(low), float(high), TOO_FEW if min(m, n) < 10 else "")
+    parts = (a10 - b10).var(ddof=1) / m, (a01 - b01).var(ddof=1) / n
+    half = stats.norm.ppf(0.5 + confidence / 2) * sum(parts) ** 0.5
+    low, high = difference - half, difference + half
+    if difference and min(parts) < 1e-12:
+        one, two = (auc(s[members], s[~members], confidence) for s in (np.asarray(a, float), np.asarray(b, float)))
+        low = min(low, difference - np.hypot(one.value - one.low, two.high - two.value))
+        high = max(high, difference + np.hypot(one.high - one.value, two.value - two.low))
+    return Estimate(difference, float(max(-1.0, low)), float(min(1.0, high)), TOO_FEW if min(m, n) < 10 else "")
 
 
 def _placements(positive: np.ndarray, negative: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -210,5 +224,5 @@ def bootstrap(
             if value == most
             else (least, most - (most - least) * never_missed)
         )
-    note = TOO_FEW if samples < 10 else ""
+    note = TOO_FEW if samples < 10 else "rough, from few samples" if samples < 30 else ""
     return Estimate(value, float(np.clip(low, least, most)), float(np.clip(high, least, most)), note)

@@ -35,13 +35,16 @@ def gaussian(
 
 
 def leave_one_out(phi: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """log N(phi; in) - log N(phi; out) of every model, by the fits of all the others. (m, n)
+    """log N(phi; in) - log N(phi; out) of every model, by the fits of the others. (m, n)
+
+    A model that was trained on just what this one was not is left out with it: else one kind of fit would come from a model more
+    than the other, by membership, and shift scores where nothing is memorised.
 
     phi: (m, n) log(p_y / (1 - p_y)); members: (m, n) bool.
     """
     scores = np.empty_like(phi)
     for k in range(len(phi)):
-        others = np.arange(len(phi)) != k
+        others = (np.arange(len(phi)) != k) & ~(members != members[k]).all(1)
         fits = [gaussian(phi[others], chosen[others]) for chosen in (members, ~members)]
         inside, outside = (log_normal(*map(torch.from_numpy, (phi[k], *fit))) for fit in fits)
         scores[k] = (inside - outside).numpy()

@@ -126,9 +126,7 @@ def with_references(signals: Signals, ids: np.ndarray, references: References | 
     at = references.of(ids)
     views = None
     if references.augmented is not None and signals.augmented is not None:
-        shared = min(len(signals.augmented), references.augmented.shape[1])
-        views = references.augmented[:, :shared, at]
-        signals = replace(signals, augmented=signals.augmented[:shared])
+        views = references.augmented[:, : len(signals.augmented), at]
     return replace(
         signals,
         reference_logits=references.logits[:, at],

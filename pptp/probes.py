@@ -101,11 +101,11 @@ def pooled_features(model: nn.Module, parts: Sequence[Stage], data: Dataset, bat
     return {name: np.concatenate(values) for name, values in kept.items()}, np.concatenate(labels)
 
 
-def fit_svm(x: np.ndarray, y: np.ndarray, seed: int):
+def fit_svm(x: np.ndarray, y: np.ndarray, seed: int, class_weight: str | None = None):
     """A linear SVM on standardised features, as a fitted scikit-learn pipeline."""
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
     from sklearn.svm import LinearSVC
 
     # C below 1: features outnumber what a few thousand samples can pin down
-    return make_pipeline(StandardScaler(), LinearSVC(C=0.01, random_state=seed, max_iter=5000)).fit(x, y)
+    return make_pipeline(StandardScaler(), LinearSVC(C=0.01, random_state=seed, max_iter=5000, class_weight=class_weight)).fit(x, y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
@@ -81,15 +82,16 @@ def check_finite(name: str, logits: Tensor) -> None:
         raise UserError(f"{name} of sample {bad} are not finite: no attack can rank them")
 
 
-CHUNK = 8192  # samples that are looked at in float64 at once: what bounds the memory of an attack
+CHUNK = 8192  # outputs, of a model on a sample, that are looked at in float64 at once: what bounds the memory of an attack
 
 
 def in_chunks(function: Callable) -> Callable:
-    """Of (logits (..., n, classes), labels (n,)) -> (..., n): the same, CHUNK samples at a time."""
+    """Of (logits (..., n, classes), labels (n,)) -> (..., n): the same, CHUNK outputs at a time."""
 
     @wraps(function)
     def chunked(logits: Tensor, labels: Tensor) -> Tensor:
-        parts = [function(z, y) for z, y in zip(logits.split(CHUNK, -2), labels.split(CHUNK))]
+        samples = max(1, CHUNK // max(1, math.prod(logits.shape[:-2])))
+        parts = [function(z, y) for z, y in zip(logits.split(samples, -2), labels.split(samples))]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     return chunked

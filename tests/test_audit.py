@@ -9,7 +9,7 @@ import torch
 
 import pptp
 from attacks import ATTACKS
-from pptp.audit import canary_bound, guess_p_value, one_run_bound, ratio_bound, threshold_bound
+from pptp.audit import _epsilons, canary_bound, guess_p_value, one_run_bound, threshold_bound
 from pptp.canaries import Planted, draw
 from pptp.cli import main
 from pptp.evaluate import Evaluation, MembershipScores, leak_difference, run_attacks
@@ -26,7 +26,12 @@ half = np.arange(200) < 100
 
 
 def test_golden_values():
-    assert [ratio_bound(100, 110, 10, 80), ratio_bound(90, 110, 5, 80)] == pytest.approx([3.851340, 5.242922], abs=1e-6)
+    ratios = []
+    for hits, alarms in ((100, 10), (90, 5)):
+        scores = np.repeat([1.0, 0.0, 1.0, 0.0], [hits, 110 - hits, alarms, 80 - alarms])
+        (epsilon,) = _epsilons(scores, np.arange(190) < 110, np.array([1.0]), False, 0.0, 0.95)
+        ratios.append(np.exp(epsilon))
+    assert ratios == pytest.approx([3.851340, 5.242922], abs=1e-6)
     assert one_run_bound(1000, 1000, 700) == pytest.approx(0.7320, abs=1e-4)
     assert one_run_bound(1000, 100, 95) == pytest.approx(2.1724, abs=1e-4)
 

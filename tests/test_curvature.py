@@ -12,7 +12,6 @@ from pptp.intervals import rank_correlation
 from pptp.monitors.curvature import (
     Curvature,
     curvature,
-    enrichment,
     fd_norm,
     fisher,
     hutchinson,
@@ -21,6 +20,13 @@ from pptp.monitors.curvature import (
 )
 from pptp.sources import digits
 from pptp.training import fit
+
+
+def enrichment(scores, marked, share=0.1):
+    """(share of marked samples among the top `share` by score, share among all)."""
+    top = np.argsort(-scores, kind="stable")[: max(1, int(share * len(scores)))]
+    return float(marked[top].mean()), float(marked.mean())
+
 
 
 def exact_trace(model, x, y):

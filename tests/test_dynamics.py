@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from test_curvature import enrichment
 
 import pptp
 from pptp.data import Pool
 from pptp.models import weights_digest
-from pptp.monitors.curvature import enrichment
 from pptp.monitors.dynamics import (
     REGIONS,
     Dynamics,

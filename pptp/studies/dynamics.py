@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..ensemble import Job, recorded_margins
 from ..errors import UserError
 from ..intervals import Estimate, proportion
-from ..monitors.dynamics import REGIONS, Dynamics, correlations, early_warning, plane
+from ..monitors.dynamics import REGIONS, Dynamics, correlations, early_warning, plane, vulnerable_by_chance
 from ..runs import UNDEFENDED, Run, write_npz
 from . import Section, Table
 
@@ -17,10 +18,15 @@ SHOWN_CELLS = 20
 FEW = 8
 
 
-def trajectories(
-    run: Run, procedure: str = UNDEFENDED, fpr: float = 0.1, jobs: Sequence[Job] = ()
-) -> tuple[Dynamics, int]:
-    """(states of the attacked samples, how many reference models they come from); jobs: of these reference models only."""
+@dataclass(frozen=True)
+class Trajectories:
+    dynamics: Dynamics  # of the attacked samples
+    models: int  # reference models that they come from
+    by_chance: float  # share of samples that would end vulnerable if nothing were memorised
+
+
+def trajectories(run: Run, procedure: str = UNDEFENDED, fpr: float = 0.1, jobs: Sequence[Job] = ()) -> Trajectories:
+    """jobs: from these reference models only."""
     if not 0 < fpr < 1:
         raise UserError(f"fpr is {fpr}: it must lie between 0 and 1")
     found = recorded_margins(run, procedure, jobs)
@@ -32,11 +38,13 @@ def trajectories(
             f'{len(found.members)} reference models are too few for a plane, {FEW} are needed: run "{wanted}"'
         )
     states = plane(found.phi, found.members, fpr)
-    return Dynamics(found.epochs, found.ids, states), len(found.members)
+    by_chance = vulnerable_by_chance(found.phi[-1], found.members, fpr)
+    return Trajectories(Dynamics(found.epochs, found.ids, states), len(found.members), by_chance)
 
 
 def study(run: Run, procedure: str = UNDEFENDED, fpr: float = 0.1) -> Section:
-    found, models = trajectories(run, procedure, fpr)
+    made = trajectories(run, procedure, fpr)
+    found, models = made.dynamics, made.models
     traces = _traces(run) if procedure == UNDEFENDED else None
     write_npz(
         run.path / "monitors" / "dynamics.npz", {"epochs": found.epochs, "ids": found.ids, "states": found.states}
@@ -47,7 +55,7 @@ def study(run: Run, procedure: str = UNDEFENDED, fpr: float = 0.1) -> Section:
     count = int(found.vulnerable.sum())
     lines = [
         f"{len(found.ids)} samples, {models} reference models ({procedure}), epochs {found.epochs[0]} to {found.epochs[-1]}: "
-        f"{count} samples end vulnerable ({proportion(count, len(found.ids))}).",
+        f"{count} samples end vulnerable ({proportion(count, len(found.ids))}; {made.by_chance:.3f} would if nothing were memorised).",
         f"Centre of mass: moved {moved['net']} of the plane's side from first to last checkpoint, {moved['cumulative']} along the way.",
         f"Encoding speed, mean over samples: {found.encoding_speed.mean():.4f} (TPR - FPR per epoch); path {found.path_speed.mean():.4f} sides per epoch.",
     ]
@@ -65,6 +73,7 @@ def study(run: Run, procedure: str = UNDEFENDED, fpr: float = 0.1) -> Section:
             "difficulty": {name: e.to_dict() for name, e in related.items()},
             "regions": {name: int((last == k).sum()) for k, name in enumerate(REGIONS)},
             "displacement": {name: e.to_dict() for name, e in moved.items()},
+            "vulnerable_by_chance": made.by_chance,
             "encoding_speed": float(found.encoding_speed.mean()),
         },
         models=(procedure,),
@@ -144,6 +153,7 @@ def _caveats(found: Dynamics, models: int, traces, fpr: float) -> list[str]:
     lines = [
         f"A sample is called a member above the threshold that calls {fpr:.0%} of pairs of a sample and a model not trained on it; vulnerable: TPR at least 1/2 at FPR below 1/2.",
         "Intervals are over samples; those of other reference models would differ.",
+        "A displacement is a length: it is above 0 also where nothing moved.",
         "The plane's early warning comes from the same reference models as the final state, that by difficulty from the target's own training.",
     ]
     if models < 64:

@@ -63,7 +63,7 @@ def _dynamics(run: Run, models: int, checkpoints: int, processes: int, fpr: floa
     jobs = [Job(str(run.path), UNDEFENDED, index, 0, 0, tuple(map(int, epochs))) for index in range(models)]
     record_ensemble(jobs, run)
     train_all(jobs, processes)
-    return trajectories(run, UNDEFENDED, fpr, jobs)[0]
+    return trajectories(run, UNDEFENDED, fpr, jobs).dynamics
 
 
 def _numbers(found: Dynamics) -> dict[str, Estimate]:
