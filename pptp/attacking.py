@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -174,7 +176,7 @@ def _footnotes(evaluations: dict[str, Evaluation]) -> list[str]:
     members = int(widest.members.sum())
     lines = [
         f"{members} members, {len(widest.members) - members} non-members; 95 % intervals over samples, corrected for taking the "
-        f"strongest of {len(first.attacks)} attacks."
+        f"strongest of {_attack_counts(evaluations)} attacks."
     ]
     for source in dict.fromkeys(found.references for found in evaluations.values() if found.references):
         names = ", ".join(name for name, found in evaluations.items() if found.references == source)
@@ -196,6 +198,14 @@ def _footnotes(evaluations: dict[str, Evaluation]) -> list[str]:
     if not any("reference models" in found.references for found in evaluations.values()):
         lines.append(ATTACK_CAVEAT)
     return lines
+
+
+def _attack_counts(evaluations: dict[str, Evaluation]) -> str:
+    """How many each model was attacked with; models with reference models of their own meet more."""
+    counts = {name: len(found.attacks) for name, found in evaluations.items()}
+    if len(set(counts.values())) == 1:
+        return str(next(iter(counts.values())))
+    return ", ".join(f"{count} ({name})" for name, count in counts.items())
 
 
 def _gated(rules: Sequence[Rule], evaluations: dict[str, Evaluation], gate: Gate, values: dict) -> bool:
@@ -379,7 +389,7 @@ def frontier_run(
     print(f"Attacked with {sweep.references.source}.")
     if best is None and (target_auc is not None or min_accuracy is not None):
         print("No point fulfils what was asked: widen the sweep, cut earlier, or ask for less.")
-    _save_frontier(run, defense, points, best, target_auc)
+    _save_frontier(run, defense, settings, points, best, target_auc)
     if best is not None:
         print(
             f"its weights: {sweep.folder / best.key / 'last.safetensors'}; to keep it among the models of the run: {_command(run, best, recipe_changes)}"
@@ -408,7 +418,7 @@ def _said(point: Point) -> Point:
 
 def _command(run: Run, best: Point, changes: dict) -> str:
     setting = best.setting
-    given = [f"--set {text}" for text in setting.settings] + [f"--cut {setting.cut}"]
+    given = [f"--set {shlex.quote(text)}" for text in setting.settings] + [f"--cut {setting.cut}"]
     flags = {**changes, "epochs": setting.recipe.epochs}
     given += [
         f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
@@ -419,32 +429,31 @@ def _command(run: Run, best: Point, changes: dict) -> str:
     given += [f"--views {setting.views}"] if setting.views else []
     given += [f"--cache-dtype {setting.cache_dtype}"] if setting.cache_dtype != "float32" else []
     name = f"{setting.defense.rpartition(':')[2].lower()}-{best.key[:6]}"
-    return f"pptp retrain {run.path} --defense {setting.defense} {' '.join(given)} --name {name}"
+    return f"pptp retrain {shlex.quote(str(run.path))} --defense {setting.defense} {' '.join(given)} --name {name}"
 
 
 def _save_frontier(
-    run: Run, defense: str, points: Sequence[Point], best: Point | None, target_auc: float | None
+    run: Run,
+    defense: str,
+    settings: Sequence[Setting],
+    points: Sequence[Point],
+    best: Point | None,
+    target_auc: float | None,
 ) -> None:
+    """Under a name of its own for every grid that was asked for."""
     front = pareto(points)
     rows = [
         {
             "settings": list(p.setting.settings),
             "cut": p.setting.cut,
-            "accuracy": p.accuracy.to_dict(),
-            "leak": p.leak.to_dict(),
-            "attack": p.attack,
-            "reported_accuracy": p.reported_accuracy.to_dict(),
-            "reported_leak": p.reported_leak.to_dict(),
-            "reported_attack": p.reported_attack,
-            "active": p.active,
-            "seconds": p.seconds,
-            "key": p.key,
+            **p.to_dict(),
             "pareto": p in front,
             "best": p is best,
         }
         for p in points
     ]
-    name = "-".join([defense.replace(":", "."), *dict.fromkeys(p.setting.cut for p in points)])
+    asked = hashlib.sha256("".join(sorted(s.key(run.model_digest(UNDEFENDED)) for s in settings)).encode()).hexdigest()
+    name = "-".join([defense.replace(":", "."), *dict.fromkeys(p.setting.cut for p in points), asked[:6]])
     write_json(
         run.path / "frontier" / f"{name}.json",
         {"points": rows, "target_auc": target_auc, "recipe": asdict(points[0].setting.recipe)},

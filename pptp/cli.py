@@ -10,12 +10,12 @@ import traceback
 from dataclasses import fields
 
 from .config import Experiment, Recipe, experiment, flat_fields
-from .errors import UserError
+from .errors import UserError, own_file
 from .settings import from_yaml, literals, one_setting
 
 HELP = {
     "model": "timm model name, hf-hub:ID or local-dir:PATH",
-    "model_kwargs": "options of the model, key=value",
+    "model_kwargs": "an option of the model, key=value; may be repeated",
     "norm": "gn, ln or none in place of BatchNorm; of some stages only as gn:layer3,layer4",
     "pretrained": "start from timm's pretrained weights",
     "data": "digits, a folder, a .tar, torch/NAME or hfds/NAME",
@@ -47,7 +47,7 @@ HELP = {
     "half_checkpoint": "take M_h1 from this file",
     "sam_rho": "radius of sharpness-aware minimisation, 0 = off",
     "procedure": "train both models by this defense instead of plain cross-entropy, e.g. cskd",
-    "splits_file": "take the parts from this .npz of sample ids (h1, h2, nonmembers, test, reference) instead of drawing them",
+    "splits_file": "take the parts from this .npz instead of drawing them: h1, h2, nonmembers, test, reference as file names, or as sample ids in the order of samples.csv of a run",
     "initial_checkpoint": "the weights that both started from",
     "keep_epochs": "epochs whose weights to keep for --rewind epoch=K, e.g. 1,5",
 }
@@ -321,7 +321,7 @@ def _add_settings(sub: argparse.ArgumentParser, settings: dict, as_trained: bool
         if kind is bool:
             sub.add_argument(*flags, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=shown)
         elif kind is dict:
-            sub.add_argument(*flags, nargs="+", metavar="KEY=VALUE", default=argparse.SUPPRESS, help=shown)
+            sub.add_argument(*flags, action="append", metavar="KEY=VALUE", default=argparse.SUPPRESS, help=shown)
         else:
             sub.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), default=argparse.SUPPRESS, help=shown)
 
@@ -468,6 +468,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("pptp: stopped; the same command goes on from the last finished epoch", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output has closed it; the work is not done, and no gate was passed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             print(f"pptp: {error.strerror or error} ({error.filename})", file=sys.stderr)
@@ -477,10 +480,12 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    except Exception:  # 1 means that a bound was broken: a crash must not look like that
+    except Exception as error:  # 1 means that a bound was broken: a crash must not look like that
         traceback.print_exc()
-        print("pptp: this is a bug of pptp; what was finished is kept", file=sys.stderr)
-        return 3
+        own = own_file(error)
+        whose = f"{own} raised {type(error).__name__}: {error}" if own else "this is a bug of pptp"
+        print(f"pptp: {whose}; what was finished is kept", file=sys.stderr)
+        return 2 if own else 3
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -20,13 +19,15 @@ from .data import Part
 from .describe import describe
 from .describe import table as describe_table
 from .errors import UserError
+from .intervals import rate_difference
 from .localize import localize
 from .outside import Teachers
 from .plugins import find
-from .procedures import KeepWeights, Setting, make_defense, train_base
+from .procedures import OPTIONAL, KeepWeights, Setting, make_defense, train_base
 from .report import activity, write_report
 from .retrain import Defense, retrain
 from .runs import (
+    HARDENED,
     UNDEFENDED,
     Run,
     differences,
@@ -37,19 +38,18 @@ from .runs import (
     write_json,
     write_npz,
 )
-from .splits import TrainingData
+from .signals import collect
+from .splits import TrainingData, copies_of_members
 from .stages import SCRATCH, split_at, stages
 from .studies import save as save_section
 from .training import main_process, make_optimizer
 from .watching import Watching, keep_watched, slowdown
 
-HARDENED = "hardened"  # the model that `pptp harden` keeps
-
 
 def train_run(path: str, experiment: Experiment, fresh: bool = False, watching: Watching | None = None) -> Run:
     """M_all on the members and M_h1 on their first half, from the same initial weights; monitors look at M_all."""
     run, watching = Run.create(path, experiment, fresh), watching or Watching()
-    print(_sizes(run))
+    print("\n".join([_sizes(run), *_contents(run)]))
     _announce(run, watching)
     jobs = (
         (UNDEFENDED, run.splits.members, experiment.full_checkpoint),
@@ -62,6 +62,8 @@ def train_run(path: str, experiment: Experiment, fresh: bool = False, watching: 
             _adopt(run, name, given)
         else:
             _train_one(run, name, part, watching if name == UNDEFENDED else Watching())
+    if experiment.half_checkpoint:
+        _doubt(run)
     return run
 
 
@@ -93,6 +95,41 @@ def _sizes(run: Run) -> str:
         f"members {parts['h1'] + parts['h2']}{odd} (halves {parts['h1']} and {parts['h2']}), reference {parts['reference']}, "
         f"non-members {parts['nonmembers']}, test {parts['test']}, unused {unused}; {run.splits.classes} classes"
     )
+
+
+SHOWN_CLASSES = 12
+
+
+def _contents(run: Run) -> list[str]:
+    """What was taken for a class, and what may be amiss with the images."""
+    pool, lines = run.splits.pool, []
+    if pool.class_names:
+        counts = np.bincount(pool.labels, minlength=len(pool.class_names))
+        names = [os.fsencode(name).decode("utf-8", "replace") for name in pool.class_names[:SHOWN_CLASSES]]
+        shown = [f"{name} {count}" for name, count in zip(names, counts)]
+        lines.append("classes: " + ", ".join(shown) + (", ..." if len(counts) > SHOWN_CLASSES else ""))
+    if pool.left_out:
+        lines.append(f"{pool.left_out} files were left out: they are hidden, or no images")
+    copies = copies_of_members(run.splits)
+    if copies:
+        lines.append(
+            f"{copies} non-members or test images are copies of members, so that what is found about them is not about outsiders: remove duplicates from the data"
+        )
+    return lines
+
+
+def _doubt(run: Run) -> None:
+    """Ids in another order than the data's make members of non-members, and every leak look mended: the half model would show it."""
+    model, workers = run.model("half"), run.experiment.recipe.workers
+    right = []
+    for part in (run.splits.h1, run.splits.h2):
+        said = collect(model, part, workers=workers)
+        right += [int((said.logits.argmax(1) == said.labels).sum()), len(said)]
+    more = rate_difference(*right)
+    if not more.low > 0:
+        print(
+            f"the half model is not surely more accurate on h1 than on h2 ({more}): are these the samples that it was trained on? {run.path}/samples.csv says which file each id stands for"
+        )
 
 
 def _initial_model(run: Run, folder: Path):
@@ -245,9 +282,9 @@ def retrain_run(
         make_defense(defense, settings)  # or refuse it, before anything else
         own = name and (f"{name}-control" if defense == "plain" and len(defenses) > 1 else name)
         setting = Setting(defense, tuple(settings), first_stage, rewind, recipe, policy.views, policy.dtype)
-        job = _Job(own or _job_name(defense, cut, rewind), setting)
-        jobs.append(job if defense in asked or fresh else job.beside(run))
-    waiting = [job for job in jobs if job.is_needed(run, fresh)]  # refuses before anything is trained or deleted
+        job = _Job(_checked_name(own or _job_name(defense, cut, rewind)), setting, fresh and defense in asked)
+        jobs.append(job if defense in asked else job.beside(run))
+    waiting = [job for job in jobs if job.is_needed(run)]  # refuses before anything is trained or deleted
     if waiting:
         base = run.model(UNDEFENDED)
         parts = run.parts(base)
@@ -256,7 +293,7 @@ def retrain_run(
         cache = TrunkCache(policy, run.path)  # shared by all of them
         data = replace(training_data(run, [job.setting.defense for job in waiting]), shelf=shelf)
         for job in waiting:
-            _retrain_one(run, job, data, parts, fresh, cache)
+            _retrain_one(run, job, data, parts, cache)
 
 
 def training_data(run: Run, defenses: Sequence[str]) -> TrainingData:
@@ -289,7 +326,9 @@ def _job_name(defense: str, cut: str, rewind: str) -> str:
 
 def retrain_recipe(trained: Recipe, changes: dict) -> Recipe:
     """The recipe of training with half of its epochs (made even), unless told otherwise."""
-    return replace(trained, **{"epochs": max(2, trained.epochs // 4 * 2), **changes})
+    epochs = changes.get("epochs", max(2, trained.epochs // 4 * 2))
+    warmup = trained.warmup_epochs * epochs // trained.epochs
+    return replace(trained, **{"epochs": epochs, "warmup_epochs": min(warmup, epochs - 1), **changes})
 
 
 @dataclass(frozen=True)
@@ -298,10 +337,11 @@ class _Job:
 
     name: str
     setting: Setting
+    fresh: bool = False  # whether to replace what is there
 
     def different(self, there: dict) -> list[str]:
         """How another retraining, as its defense.json tells it, was made otherwise."""
-        plan = self.setting.plan()
+        plan = {**dict.fromkeys(OPTIONAL), **self.setting.plan()}
         return differences({key: there.get(key) for key in plan}, plan)
 
     def beside(self, run: Run) -> _Job:
@@ -309,13 +349,13 @@ class _Job:
         taken = run.folder(self.name) / "defense.json"
         if not taken.exists() or not self.different(read_json(taken, "")):
             return self
-        text = json.dumps(self.setting.plan(), sort_keys=True, default=str)
-        return replace(self, name=f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}")
+        return replace(self, name=f"{self.name}-{self.setting.key('')[:6]}")
 
-    def is_needed(self, run: Run, fresh: bool) -> bool:
+    def is_needed(self, run: Run) -> bool:
         """False if it was done; refuses a folder that was made with other settings."""
         folder = run.folder(self.name)
-        if fresh or not (folder / "defense.json").exists():
+        begun = (folder / "last.safetensors").exists() or any(folder.glob("checkpoint.*"))
+        if self.fresh or not (folder / "defense.json").exists() or not begun:
             return True
         different = self.different(read_json(folder / "defense.json", ""))
         if different:
@@ -348,13 +388,13 @@ def _rewind_state(run: Run, rewind: str):
     raise UserError(f"rewind is {rewind!r}: it must be init, none or epoch=K")
 
 
-def _retrain_one(run: Run, job: _Job, data: TrainingData, parts, fresh: bool, cache: TrunkCache) -> None:
+def _retrain_one(run: Run, job: _Job, data: TrainingData, parts, cache: TrunkCache) -> None:
     folder, setting = run.folder(job.name), job.setting
-    if fresh and main_process():
+    if job.fresh and main_process():
         shutil.rmtree(folder, ignore_errors=True)
     defense = make_defense(setting.defense, setting.settings)
     model, state = run.model(UNDEFENDED), _rewind_state(run, setting.rewind)
-    write_json(folder / "defense.json", setting.plan())
+    write_json(folder / "defense.json", {**setting.plan(), "swaps_layers": _swaps_layers(defense)})
     cost: dict[str, float] = {}
     with measured(cost):
         checkpoint = folder / "checkpoint.pt"
@@ -376,9 +416,15 @@ def _retrain_one(run: Run, job: _Job, data: TrainingData, parts, fresh: bool, ca
 
 def _save_retrained(run: Run, job: _Job, model: nn.Module, result: dict, cost: dict) -> None:
     defense = make_defense(job.setting.defense, job.setting.settings)
-    record = {**job.setting.plan(), "repr": repr(defense), "result": result, "cost": cost}
+    made = {"swaps_layers": _swaps_layers(defense), "repr": repr(defense), "result": result, "cost": cost}
+    record = {**job.setting.plan(), **made}
     write_json(run.folder(job.name) / "defense.json", record)
     run.save_model(job.name, model, _card(run, job, defense, result))  # last, since weights mean "done"
+
+
+def _swaps_layers(defense: Defense) -> bool:
+    """Whether its model can be loaded only with it."""
+    return type(defense).adapt is not Defense.adapt
 
 
 def adopt(run: Run, name: str, model: nn.Module, setting: Setting, trained: Path) -> None:
@@ -393,7 +439,7 @@ def adopt(run: Run, name: str, model: nn.Module, setting: Setting, trained: Path
 def _card(run: Run, job: _Job, defense, result: dict) -> str:
     cut = job.setting.cut
     what = "retrained whole" if cut == SCRATCH else f"frozen before {cut}, retrained from there on"
-    swapped = type(defense).adapt is not Defense.adapt or run.experiment.norm
+    swapped = _swaps_layers(defense) or run.experiment.norm
     loading = (
         "Some of its layers were swapped, so it loads with pptp only."
         if swapped

@@ -56,9 +56,8 @@ class Job:
         record = read_json(
             run.folder(self.procedure) / "defense.json", f"pptp retrain {run.path} --name {self.procedure} ..."
         )
-        return {
-            key: record[key] for key in ("defense", "set", "cut", "rewind", "recipe", "code", "views") if key in record
-        }
+        told = ("defense", "set", "cut", "rewind", "recipe", "code", "views", "cache_dtype")
+        return {key: record[key] for key in told if key in record}
 
     def key(self, run: Run) -> str:
         """Hash of everything that makes the model: not of where it is, nor of how many processes made it."""

@@ -29,7 +29,7 @@ from .retrain import replay_adapt, retrain
 from .runs import UNDEFENDED, Run, forget_checkpoints, keep_history, measured, read_json, write_json
 from .signals import collect
 from .splits import TrainingData
-from .stages import split_at
+from .stages import SCRATCH, split_at
 from .training import device
 
 
@@ -44,9 +44,16 @@ class Point:
     reported_accuracy: Estimate
     reported_leak: Estimate  # of the strongest attack on the other half, which it was not chosen by
     reported_attack: str
-    active: float
+    worst: float  # the highest upper end of all attacks, on either half
+    active: float | None  # share of steps in which the defense did anything; None if it does not say
     seconds: float  # of training, with the sub-models that it may share
     key: str = ""
+
+    def to_dict(self) -> dict:
+        """Its numbers, as plain data."""
+        estimates = ("accuracy", "leak", "reported_accuracy", "reported_leak")
+        plain = ("attack", "reported_attack", "active", "seconds", "key")
+        return {n: getattr(self, n).to_dict() for n in estimates} | {n: getattr(self, n) for n in plain}
 
 
 def grid(
@@ -153,9 +160,9 @@ class Sweep:
         if not (folder / "trained.json").exists():
             self._train(setting, folder)
         if not path.exists() or read_json(path, "")["by"] != measured_by:
-            found = self._measured(self.model(setting, folder), setting.cut)
+            found = self.measured(self.model(setting, folder), setting.cut)
             write_json(path, {**read_json(folder / "trained.json", ""), **found, "by": measured_by})
-        return _read_point(path, setting, key)
+        return point_of(read_json(path, ""), setting, key)
 
     def _measured_by(self) -> dict:
         codes = {name: code_of(attack) for name, attack in self.attacks.items()}
@@ -198,7 +205,13 @@ class Sweep:
         """When no more points are to come: what they shared is large, and only points need it."""
         shutil.rmtree(self.shelf.parent, ignore_errors=True)
 
-    def _measured(self, model: nn.Module, cut: str) -> dict:
+    def undefended(self) -> Point:
+        """The base itself, on the same halves."""
+        found = self.measured(self.run.model(UNDEFENDED), SCRATCH)
+        setting = Setting("plain", (), SCRATCH, "none", self.run.experiment.recipe)
+        return point_of({**found, "result": {}, "cost": {"seconds": 0.0}}, setting, "")
+
+    def measured(self, model: nn.Module, cut: str) -> dict:
         """Accuracy and leakage on both halves; from the cached trunk where the model allows it."""
         s = self.run.splits
         members, nonmembers = self.run.attacked()
@@ -228,8 +241,7 @@ def auc_of_half(scores: MembershipScores, half: np.ndarray, confidence: float) -
     return auc(scores.scores[mine & scores.members], scores.scores[mine & ~scores.members], confidence)
 
 
-def _read_point(path: Path, setting: Setting, key: str) -> Point:
-    value = read_json(path, "")
+def point_of(value: Mapping, setting: Setting, key: str) -> Point:
     leaks = {name: [_turned(Estimate(**e)) for e in halves] for name, halves in value["attacks"].items()}
     attack, reported_attack = (max(leaks, key=lambda name: leaks[name][half].value) for half in (0, 1))
     accuracy = [Estimate(**e) for e in value["accuracy"]]
@@ -241,7 +253,8 @@ def _read_point(path: Path, setting: Setting, key: str) -> Point:
         accuracy[1],
         leaks[reported_attack][1],
         reported_attack,
-        value["result"].get("active", 1.0),
+        max(leak.high for halves in leaks.values() for leak in halves),
+        value["result"].get("active"),
         value["cost"]["seconds"],
         key,
     )
@@ -262,8 +275,9 @@ def table(points: Sequence[Point], best: Point | None) -> str:
     ]
     for p in sorted(points, key=lambda p: p.leak.value):
         mark = "best" if p is best else " *" if p in front else ""
+        active = "-" if p.active is None else f"{p.active:.0%}"
         lines.append(
-            f"{mark:<6}{p.setting!s:<{width}}{p.accuracy!s:<24}{p.leak!s:<24}{p.attack:<14}{p.active:>8.0%}{p.seconds:>9.1f}"
+            f"{mark:<6}{p.setting!s:<{width}}{p.accuracy!s:<24}{p.leak!s:<24}{p.attack:<14}{active:>8}{p.seconds:>9.1f}"
         )
     lines.append(
         "* no other point is better in both. 95 % intervals, on the half of the samples that points are chosen by; those of AUC are corrected for taking the strongest attack."

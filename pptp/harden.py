@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from .attacking import evaluate_run
 from .cache import TrunkCache
-from .commands import HARDENED, adopt, localize_run, report_run, train_run, training_data
+from .commands import adopt, localize_run, report_run, train_run, training_data
 from .config import Experiment, Recipe
 from .ensemble import HALF_AS_REFERENCE
 from .errors import UserError
 from .frontier import Point, Sweep, check_rounds, choose, nearest, pareto, refined
 from .procedures import Setting
-from .runs import UNDEFENDED, write_json
+from .runs import HARDENED, UNDEFENDED, Run, write_json
 from .stages import SCRATCH
 
 SUB_MODELS = 10  # of SELENA, at first
@@ -32,6 +32,9 @@ def harden_run(path: str, experiment: Experiment, target_auc: float, rounds: int
     print(f"\ncuts to try: {', '.join(cuts)} ({why_these(risk)}); {len(settings)} settings")
     sweep = Sweep(run, TrunkCache(folder=run.path))
     sweep.check(settings)
+    undefended = sweep.undefended()
+    if undefended.worst <= target_auc:
+        return _nothing_to_do(run, undefended, target_auc)
     sweep.data = training_data(run, [setting.defense for setting in settings])
     points = [_said(sweep.point(setting)) for setting in settings]
     for _ in range(rounds):
@@ -44,6 +47,18 @@ def harden_run(path: str, experiment: Experiment, target_auc: float, rounds: int
     print("\n" + "\n".join(explanation(best, points, target_auc, sweep.references.source)))
     report_run(path)
     return best.reported_leak.value <= target_auc
+
+
+def _nothing_to_do(run: Run, undefended: Point, target_auc: float) -> bool:
+    """The undefended model is what was asked for."""
+    evaluate_run(str(run.path))
+    print(
+        f"\nThe undefended model leaks surely no more than {target_auc:g} already: the intervals of all attacks, on either half of the samples, end at "
+        f"{undefended.worst:.3f} at the most. Nothing was retrained. "
+        "An attacker with reference models finds more: run pptp ensemble before signing off."
+    )
+    report_run(str(run.path))
+    return True
 
 
 def cuts_to_try(risk: dict) -> list[str]:
@@ -145,20 +160,8 @@ def _keep(sweep: Sweep, best: Point, points: Sequence[Point], target_auc: float)
     """The chosen point as a model of the run, and all that were tried."""
     folder = sweep.folder / best.key
     adopt(sweep.run, HARDENED, sweep.model(best.setting, folder), best.setting, folder)
-    rows = [
-        {
-            "setting": label(p.setting),
-            "accuracy": p.accuracy.to_dict(),
-            "leak": p.leak.to_dict(),
-            "attack": p.attack,
-            "reported_accuracy": p.reported_accuracy.to_dict(),
-            "reported_leak": p.reported_leak.to_dict(),
-            "reported_attack": p.reported_attack,
-            "seconds": p.seconds,
-            "chosen": p is best,
-        }
-        for p in points
-    ]
+    front = pareto(points)
+    rows = [{"setting": label(p.setting), **p.to_dict(), "pareto": p in front, "chosen": p is best} for p in points]
     kept = {"target_auc": target_auc, "references": sweep.references.source, "points": rows}
     write_json(sweep.run.path / "harden.json", kept)
 

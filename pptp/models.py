@@ -17,9 +17,14 @@ from torch import Tensor, nn
 
 from .errors import UserError
 
+RESERVED = {"num_classes", "in_chans", "checkpoint_path", "pretrained_cfg"}
+
 
 def create(name: str, classes: int, img_size: int = 0, seed: int = 42, pretrained: bool = False, **kwargs) -> nn.Module:
     """Build `name` ("resnet18", "hf-hub:...", "local-dir:...") with seeded initial weights."""
+    given = sorted(RESERVED & set(kwargs))
+    if given:
+        raise UserError(f"model_kwargs has {', '.join(given)}: that is for pptp to say, from the data and its own flags")
     if ":" not in name and name.split(".")[0] not in timm.list_models():
         near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
         raise UserError(

@@ -35,8 +35,9 @@ def find(package: str, name: str):
             sys.path.append(os.getcwd())
         try:
             return getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError, SyntaxError) as error:
-            raise UserError(f"cannot load {name!r}: {error}") from error
+        except Exception as error:  # whatever a user's own module does when it is imported
+            hint = ": write my_module:Name, for my_module.py in this folder" if "/" in module_name else ""
+            raise UserError(f"cannot load {name!r} ({type(error).__name__}: {error}){hint}") from error
     known = registry(package)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)
@@ -64,7 +65,14 @@ def build(package: str, name: str, settings: Sequence[str] = ()):
             raise UserError(
                 f"{name} has no setting {key!r}: " + (f"it has {', '.join(near)}" if near else "it has none")
             )
+    absent = [n for n, f in fields.items() if n not in values and f.init and not _has_default(f)]
+    if absent:
+        raise UserError(f"{name} needs a value for {', '.join(absent)}: give it as {absent[0]}=VALUE, or a default in the class")
     return cls(**{key: convert(key, text, hints[key]) for key, text in values.items()})
+
+
+def _has_default(field: dataclasses.Field) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 def code_of(plugin: object) -> str:
@@ -76,9 +84,29 @@ def code_of(plugin: object) -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
+HOW_ONLY = {"how_only": True}  # metadata of a field that says how something is made, not what
+
+
 def settings_of(plugin: object) -> list[str]:
-    """All fields as "field=value", in one spelling whatever was typed."""
-    return [f"{f.name}={getattr(plugin, f.name)}" for f in dataclasses.fields(plugin)]
+    """All fields that decide what comes out, as "field=value", in one spelling whatever was typed."""
+    decisive = [f for f in dataclasses.fields(plugin) if f.init and not f.metadata.get("how_only")]
+    return [f"{f.name}={getattr(plugin, f.name)}" for f in decisive]
+
+
+def check_written(name: str, plugin: object) -> None:
+    """Refuse a plug-in whose settings, which are kept as text, could not be read back."""
+    hints = typing.get_type_hints(type(plugin))
+    for text in settings_of(plugin):
+        key, _, written = text.partition("=")
+        try:
+            same = convert(key, written, hints[key]) == getattr(plugin, key)
+        except UserError:
+            same = False
+        if not same:
+            raise UserError(
+                f"{name} has the setting {text}, which cannot be read back from text as {_kind(hints[key])}: "
+                "let it be a number, true or false, or a text, with a default of that type"
+            )
 
 
 def share_out(package: str, names: Sequence[str], settings: Sequence[str]) -> dict[str, list[str]]:
@@ -95,6 +123,10 @@ def share_out(package: str, names: Sequence[str], settings: Sequence[str]) -> di
     return shares
 
 
+def _kind(kind: object) -> str:
+    return getattr(kind, "__name__", str(kind))
+
+
 def _fields(package: str, name: str) -> list[str]:
     found = find(package, name)
     return [f.name for f in dataclasses.fields(found)] if dataclasses.is_dataclass(found) else []
@@ -106,12 +138,18 @@ def parse_settings(settings: Sequence[str]) -> dict[str, str]:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise UserError(f"{text!r} is not a setting: write field=value")
+        if key in values:
+            raise UserError(f"{key} is given twice, as {values[key]} and {value}: give it once")
         values[key] = value
     return values
 
 
 def convert(key: str, text: str, kind: type):
-    """Text to the field's type."""
+    """Text to the field's type; of one that may be missing, `None` to None."""
+    options = typing.get_args(kind)
+    if type(None) in options:
+        rest = [option for option in options if option is not type(None)]
+        return None if text == "None" else convert(key, text, rest[0] if len(rest) == 1 else str)
     if kind is bool:
         if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
             raise UserError(f"{key} is {text!r}: write true or false")

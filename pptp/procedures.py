@@ -19,7 +19,7 @@ from .config import Experiment, Recipe
 from .data import Part
 from .errors import UserError
 from .outside import Teachers
-from .plugins import build, code_of, settings_of
+from .plugins import build, check_written, code_of, find, settings_of
 from .retrain import Defense, retrain
 from .splits import TrainingData, halves
 from .stages import SCRATCH, Stage, snapshot
@@ -39,10 +39,20 @@ class KeepWeights(Monitor):
 
 
 def make_defense(name: str, settings: Sequence[str] = ()) -> Defense:
-    built = build("defenses", name, settings)
-    if not isinstance(built, Defense):
+    cls = find("defenses", name)
+    if not isinstance(cls, type) or not issubclass(cls, Defense):
         raise UserError(f"{name!r} is not a defense: it must be a class that inherits from pptp.Defense")
+    built = build("defenses", name, settings)
+    check_written(name, built)
     return built
+
+
+OPTIONAL = ("code", "views", "cache_dtype")  # what a plan has only where it matters
+
+
+def what_recipe(recipe: Mapping) -> dict:
+    """Of a recipe as plain data, what decides the result; not where it is trained."""
+    return {name: value for name, value in recipe.items() if name not in ("workers", "device")}
 
 
 @dataclass(frozen=True)
@@ -77,8 +87,8 @@ class Setting:
     def key(self, base: str) -> str:
         """Hash of the plan, and of the base model's digest; not of where it is trained."""
         plan = self.plan()
-        recipe = {k: v for k, v in plan["recipe"].items() if k not in ("workers", "device")}
-        return hashlib.sha256(json.dumps([{**plan, "recipe": recipe}, base], default=str).encode()).hexdigest()[:16]
+        plan["recipe"] = what_recipe(plan["recipe"])
+        return hashlib.sha256(json.dumps([plan, base], default=str).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         return " ".join([self.cut, *self.settings])

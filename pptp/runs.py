@@ -1,6 +1,6 @@
 """The run directory: where each artifact lives, written atomically, never reused when stale.
 
-    run.json splits.npz full/{init,last}.safetensors half/last.safetensors */history.jsonl      pptp train
+    run.json splits.npz samples.csv full/{init,last}.safetensors half/last.safetensors */history.jsonl      pptp train
     risk.json distances.npz                                                                     pptp localize
     retrain/<name>/{defense.json,last.safetensors,history.jsonl}                                pptp retrain
     ensembles/<name>/{ensemble.json,<key>/outputs.npz}                                          pptp ensemble
@@ -13,7 +13,9 @@ Folders with weights are in timm's own layout too (model.safetensors + config.js
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import os
 import platform
@@ -32,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from . import canaries, models, sources, splits
-from .config import Experiment
+from .config import DIGITS, Experiment
 from .data import Part
 from .errors import UserError
 from .norms import swap_as_told
@@ -43,6 +45,7 @@ from .stages import SCRATCH, Stage, stages
 from .training import device, make_optimizer
 
 UNDEFENDED = "undefended"
+HARDENED = "hardened"  # the model that `pptp harden` keeps
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,7 @@ class Run:
         """A new run, or the same one to be resumed; a run of another configuration is refused."""
         from accelerate import PartialState
 
-        source = experiment.source
-        here = Path(source.data_dir, source.data)
-        if not source.data.startswith(("torch/", "hfds/")) and here.exists():  # so that the run works from any folder
-            experiment = replace(experiment, source=replace(source, data=str(here.resolve()), data_dir=""))
+        experiment = _anywhere(experiment)
         with PartialState(
             cpu=experiment.recipe.device == "cpu"
         ).main_process_first():  # under torchrun one makes it, the others find it
@@ -83,9 +83,17 @@ class Run:
                 raise UserError(
                     f"{path} holds a run of another configuration ({'; '.join(different[:3])}): use another directory, or --fresh to start over"
                 )
-            return there
-        if path.exists() and not (path / "run.json").exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path} is not empty and not a run of pptp: use another directory")
+            now = experiment.recipe  # where it goes on is not what it makes
+            return replace(
+                there,
+                experiment=replace(
+                    there.experiment, recipe=replace(there.experiment.recipe, device=now.device, workers=now.workers)
+                ),
+            )
+        half_made = {"splits.npz", "samples.csv", "canaries.npz"}  # what a kill before run.json was written leaves
+        if path.exists() and not (path / "run.json").exists():
+            if not path.is_dir() or any(p.name not in half_made for p in path.iterdir()):
+                raise UserError(f"{path} is not empty and not a run of pptp: use another directory")
         run = cls(path, experiment)
         run._check()
         _clear(path)
@@ -96,6 +104,7 @@ class Run:
             "classes": run.splits.classes,
         }
         write_npz(path / "splits.npz", run.splits.indices)
+        _write_samples(path / "samples.csv", run.splits)
         if experiment.parts.canaries:
             drawn = canaries.draw(run._pool[1], experiment.parts.canaries, experiment.recipe.seed)
             write_npz(path / "canaries.npz", {"ids": drawn.ids, "included": drawn.included})
@@ -169,13 +178,13 @@ class Run:
             raise UserError(
                 f"the data at {self.experiment.source.data!r} is not what {self.path} was made from: restore it, or start another run"
             )
-        return splits.from_file(self._pool[0], self.path / "splits.npz", self.experiment.recipe.seed)
+        return splits.from_file(self._pool[0], self.path / "splits.npz")
 
     def _draw_splits(self) -> splits.Splits:
         pool, may_be_member = self._pool
         e = self.experiment
         if e.splits_file:
-            return splits.from_file(pool, e.splits_file, e.recipe.seed)
+            return splits.from_file(pool, e.splits_file)
         p = e.parts
         if p.canaries:
             drawn = canaries.draw(may_be_member, p.canaries, e.recipe.seed)
@@ -228,11 +237,10 @@ class Run:
     def _adapt(self, model: nn.Module, name: str) -> None:
         """Replay the layer swaps of a defense, so that its weights fit."""
         record = self.folder(name) / "defense.json"
-        if record.exists():
-            saved = read_json(record, "")
+        saved = read_json(record, "") if record.exists() else {}
+        if saved.get("swaps_layers", bool(saved)):  # else the defense itself is not needed any more
             defense = build("defenses", saved["defense"], saved["set"])
-            if type(defense).adapt is not Defense.adapt:
-                replay_adapt(model, self.parts(model), saved["cut"], defense)
+            replay_adapt(model, self.parts(model), saved["cut"], defense)
 
     def initial_weights(self) -> dict[str, Tensor]:
         return models.read_weights(self.path / "full" / "init.safetensors")
@@ -321,22 +329,59 @@ def differences(old: Mapping, new: Mapping) -> list[str]:
     return found
 
 
+FOLDERS = ("full", "half", "other", "retrain", "evaluate", "ensembles", "frontier", "monitors", "factors")
+FILES = (
+    "run.json",
+    "splits.npz",
+    "samples.csv",
+    "risk.json",
+    "distances.npz",
+    "report.html",
+    "report.json",
+    "canaries.npz",
+    "audit.json",
+    "harden.json",
+)
+
+
 def _clear(path: Path) -> None:
     """Remove what pptp made in a run directory, and nothing else."""
-    for name in ("full", "half", "other", "retrain", "evaluate", "ensembles", "frontier", "monitors", "factors"):
+    for name in FOLDERS:
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in (
-        "run.json",
-        "splits.npz",
-        "risk.json",
-        "distances.npz",
-        "report.html",
-        "report.json",
-        "canaries.npz",
-        "audit.json",
-        "harden.json",
-    ):
+    for name in FILES:
         (path / name).unlink(missing_ok=True)
+
+
+def _anywhere(experiment: Experiment) -> Experiment:
+    """With absolute paths, so that the run works from any folder."""
+    source, e = experiment.source, experiment
+    here = Path(source.data_dir, source.data)
+    if source.data.startswith(("torch/", "hfds/")):
+        source = replace(source, data_dir=str(Path(source.data_dir).resolve()) if source.data_dir else "")
+    elif source.data != DIGITS and here.exists():
+        source = replace(source, data=str(here.resolve()), data_dir="")
+    files = ("full_checkpoint", "half_checkpoint", "initial_checkpoint", "splits_file")
+    found = {name: str(Path(getattr(e, name)).resolve()) for name in files if getattr(e, name)}
+    kind, colon, place = e.model.partition(":")
+    if kind == "local-dir" and colon:
+        found["model"] = f"{kind}:{Path(place).resolve()}"
+    return replace(e, source=source, **found)
+
+
+def _write_samples(path: Path, made: splits.Splits) -> None:
+    """Which file every sample id stands for, and which part it is in."""
+    pool, part_of = made.pool, np.full(len(made.pool), "", dtype=object)
+    for name, rows in made.indices.items():
+        part_of[rows] = name
+    files = pool.files or [""] * len(pool)
+    names = [pool.class_names[y] if pool.class_names else str(y) for y in pool.labels]
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["id", "file", "class", "part"])
+    table.writerows(zip(range(len(pool)), files, names, part_of))
+    models.atomically(  # a name that is no UTF-8 is written byte by byte as it is
+        path, lambda temporary: temporary.write_text(text.getvalue(), encoding="utf-8", errors="surrogateescape")
+    )
 
 
 # --- files ---------------------------------------------------------------------------------------

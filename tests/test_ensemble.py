@@ -111,7 +111,7 @@ def test_a_killed_job_goes_on_to_the_same_outputs(run, tmp_path, monkeypatch):
     job = asdict(Job(str(run), "r", 1))
     whole = train_reference(job, tmp_path / "whole")
     shutil.rmtree(Job(**job).shared(Run.open(run)))
-    real = pptp.training.Checkpoint.write
+    real = pptp.checkpoint.Checkpoint.write
     calls = []
 
     def dies(self, history):
@@ -120,7 +120,7 @@ def test_a_killed_job_goes_on_to_the_same_outputs(run, tmp_path, monkeypatch):
         if len(calls) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(pptp.training.Checkpoint, "write", dies)
+    monkeypatch.setattr(pptp.checkpoint.Checkpoint, "write", dies)
     with pytest.raises(KeyboardInterrupt):
         train_reference(job, tmp_path / "killed")
     monkeypatch.undo()

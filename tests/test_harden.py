@@ -71,6 +71,7 @@ def point(weight, leak, accuracy, reported=None, epochs=6):
         a,
         e if reported is None else Estimate(reported, reported - 0.02, reported + 0.02),
         "confidence",
+        e.high,
         1.0,
         1.0,
     )
@@ -145,13 +146,19 @@ def test_the_whole_command(tmp_path, capsys):
             ["harden", "test_resnet", "digits", "--run", str(path), "--target-auc", target, "--rounds", rounds, *flags]
         )
 
-    code = harden("0.99", "1")
+    assert harden("0.99", "1") == 0
     said = capsys.readouterr().out
-    assert code == 0 and "Chosen:" in said and "The target of 0.99 is surely reached" in said
+    assert "leaks surely no more than 0.99 already" in said and not (path / "harden.json").exists()
+    code = harden("0.55", "1")
+    said = capsys.readouterr().out
+    assert "Chosen:" in said and ("The target of 0.55 is not reached" in said) is (code == 1)
     kept = json.loads((path / "harden.json").read_text())
     assert sum(p["chosen"] for p in kept["points"]) == 1 and len(kept["points"]) > 14, "14, and those of refinement"
     run = Run.open(path)
-    assert run.trained_names() == ["undefended", "hardened"] and (path / "report.html").exists()
+    assert run.trained_names() == ["undefended", "hardened"]
+    page = (path / "report.html").read_text()
+    assert "How hardened was chosen" in page and "On the other half alone: test accuracy" in page
+    assert f"try {len(kept['points'])} settings" in page and "train other" in page and "There is no control" not in page
     tried = [weights_digest(read_weights(p)) for p in path.glob("frontier/*/last.safetensors")]
     assert weights_digest(run.model("hardened").state_dict()) in tried, (
         "the model that was measured, not another of its kind"
