@@ -3,12 +3,13 @@
     python -m benchmarks.claims work --data path/to/tiny-imagenet-40.tar                       # everything, one seed
     python -m benchmarks.claims work --data ... --base resnet18-augmented --seeds 42,43,44     # more seeds of one base
     python -m benchmarks.claims attack --data ... --base resnet18-augmented --seeds 43         # reference models by the whole procedure, after work
+    python -m benchmarks.claims converge --data ... --seeds 43                                 # epochs until converged, PPTP and from scratch
     python -m benchmarks.claims cost                                                           # time and memory, PPTP over scratch; wants a quiet machine
     python -m benchmarks.claims status                                                         # what is there, what is missing
     python -m benchmarks.claims render                                                         # tables and figures from whatever is there
 
 Work goes on where it was stopped. Results are in benchmarks/claims/results, one file a base and seed; `render` writes them into
-benchmarks/RESULTS.md and benchmarks/claims/figures. A table half done is rendered as far as it is.
+benchmarks/RESULTS.md and benchmarks/claims/figures, and a few of its rows into README.md. A table half done is rendered as far as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .work import Cell, attack, plan, work
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("work", "attack", "cost", "status", "render"))
+    parser.add_argument("action", choices=("work", "attack", "converge", "cost", "status", "render"))
     parser.add_argument("--data", help="the images, for work")
     parser.add_argument("--base", action="append", default=[], help="only this base; may be repeated")
     parser.add_argument("--seeds", default="42", help="e.g. 42,43,44 (42)")
@@ -50,8 +51,12 @@ def main() -> None:
     strange = [o for o in only if not any(name.startswith(o) for cell in cells for name in ("", *cell.retrainings))]
     if strange:
         sys.exit(f"no retraining of these bases starts with {', '.join(strange)}: plan.yaml has their names")
-    if arguments.action in ("work", "attack") and not (arguments.data and Path(arguments.data).exists()):
+    if arguments.action in ("work", "attack", "converge") and not (arguments.data and Path(arguments.data).exists()):
         sys.exit(f"{arguments.action} needs --data: the folder or .tar of TinyImageNet")
+    if arguments.action == "converge":
+        from .converge import measure
+
+        return measure(arguments.data, Path(arguments.runs), seeds[0])
     for cell in cells:
         if arguments.action == "attack":
             if not cell.has_base:

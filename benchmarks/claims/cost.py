@@ -3,6 +3,8 @@
 Accuracy and leakage need whole trainings, which share a machine with others and so have no time worth quoting. Here a few epochs of
 each side are timed alternately, and what an epoch takes is multiplied by the epochs of the plan. What is done once, like running the
 trunk for the cache, is shared by few epochs here and by more in the plan, so that ratios are rather too high than too low.
+SELENA has no epoch that stands for the rest, since it trains sub-models, asks them for labels and trains a student: it is timed whole,
+on fewer images, once.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from pptp.data import Pool
 from pptp.procedures import make_defense
 from pptp.runs import measured, read_json, versions, write_json
 
-from .verdicts import compared, gap_of, utility, with_models
-from .where import AUGMENTED, PLAIN, Results, Verdict
+from .claim import AUGMENTED, PLAIN, Results, Verdict
+from .claim import GOAL as OUR_GOAL
+from .compare import compared, gap_of, utility, with_models
 from .work import HERE, Cell, epochs_of
 
 PATH = HERE / "cost.json"
@@ -39,13 +42,15 @@ SAME_DEFENSE = (
     ("advreg-3-layer4", "advreg-3-scratch"),
     ("selena-layer4", "selena-scratch"),
     ("selena-10-layer2", "selena-10-scratch"),
+    ("selena-10-t0.5-layer2", "selena-10-t0.5-scratch"),
     ("dpsgd-8-layer4", "dpsgd-8-scratch"),
 )
 SHORT = (  # a short retraining, and the RelaxLoss from scratch that it is to beat
     ("plain-6ep-layer2", "relaxloss-2-scratch"),
     ("relaxloss-1-6ep-layer3", "relaxloss-1-scratch"),
+    ("selena-2-t0.5-layer2", "relaxloss-2.5-scratch"),
 )
-FEWER = {"selena": ["k=3", "l=1", "views=0", f"sub_epochs={EPOCHS}"]}  # sub-models and views, on both sides alike
+FEWER = {"selena": ["k=3", "l=1", "views=0", f"sub_epochs={EPOCHS}"]}  # sub-models and views, where memory is measured
 
 
 def measure(rounds: int = 3) -> None:
@@ -67,26 +72,47 @@ def named(base: str, mine: str, theirs: str) -> str:
 
 def _pair(cell: Cell, mine: str, theirs: str, rounds: int) -> dict:
     ours, other = cell.retrainings[mine], cell.retrainings[theirs]
-    timed = [(seconds(cell, ours), seconds(cell, other)) for _ in range(rounds)]
-    an_epoch = statistics.median(a / b for a, b in timed)
-    epochs = epochs_of(cell, ours), epochs_of(cell, other)
+    whole = "selena" in (ours["defense"], other["defense"])
+    time_of = whole_seconds if whole else seconds
+    timed = [(time_of(cell, ours), time_of(cell, other)) for _ in range(1 if whole else rounds)]
+    ratio = statistics.median(a / b for a, b in timed)
+    epochs = passes(cell, ours), passes(cell, other)
+    share = epochs[0] / epochs[1]
     return {
         "epochs": list(epochs),
-        "time_of_an_epoch": an_epoch,
-        "time": an_epoch * epochs[0] / epochs[1],
+        "time_of_an_epoch": ratio / share if whole else ratio,
+        "time": ratio if whole else ratio * share,
         "memory": peak_mb(cell.base, mine) / peak_mb(cell.base, theirs),
     }
 
 
+def passes(cell: Cell, row: Mapping) -> int:
+    """Trainings on as many samples as there are members: epochs, and of SELENA those of its sub-models, each on all but l of k parts."""
+    epochs = epochs_of(cell, row)
+    if row["defense"] != "selena":
+        return epochs
+    defense = make_defense("selena", row["set"])
+    return epochs + (defense.k - defense.l) * (defense.sub_epochs or epochs)
+
+
 def seconds(cell: Cell, row: Mapping) -> float:
     """Of `EPOCHS` epochs of one retraining, with what it keeps of its frozen layers, as the command does it."""
+    return _timed(cell, row, [*row.get("set", []), *FEWER.get(row["defense"], [])], EPOCHS)
+
+
+def whole_seconds(cell: Cell, row: Mapping) -> float:
+    """Of all of a retraining, as the plan has it."""
+    return _timed(cell, row, row.get("set", []), epochs_of(cell, row))
+
+
+def _timed(cell: Cell, row: Mapping, settings: list[str], epochs: int) -> float:
     made = experiment(cell.settings)
     classes, size = made.source.limit_classes, made.source.img_size
     splits = made_splits(classes, size)
     model = pptp.create(made.model, classes, size)
     parts = pptp.stages(model, (3, size, size))
-    defense = make_defense(row["defense"], [*row.get("set", []), *FEWER.get(row["defense"], [])])
-    recipe = replace(made.recipe, epochs=EPOCHS, lr=0.001)
+    defense = make_defense(row["defense"], settings)
+    recipe = replace(made.recipe, epochs=epochs, lr=0.001)
     started = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         pptp.retrain(model, None, row["cut"], defense, splits, recipe, parts=parts)
@@ -142,7 +168,7 @@ def _beaten_for_less(pair: tuple[str, str], pairs: Mapping[str, Mapping], result
     ours = f"{AUGMENTED}: {utility(seeds, mine)}; {utility(seeds, theirs)}; time {row['time']:.2f}, the base left out"
     better = compared(gap_of(results, [(m[mine], m[theirs]) for m in seeds.values()]))
     agrees = better if row["time"] <= GOAL else f"no: it takes {row['time']:.2f}"
-    return Verdict(claim, "goal of this project", ours, agrees)
+    return Verdict(claim, OUR_GOAL, ours, agrees)
 
 
 def _listed(pairs: Mapping[str, Mapping], what: str) -> str:
@@ -155,8 +181,9 @@ def _counted(pairs: Mapping[str, Mapping], what: str, most: float) -> str:
 
 
 def _faster(pairs: Mapping[str, Mapping]) -> Verdict:
-    claim = "retraining takes less than half the time of the same defense from scratch, its base left out"
-    return Verdict(claim, "Figure 16, section 5.2.3", _listed(pairs, "time"), _counted(pairs, "time", 0.5))
+    claim = "retraining takes less than half the time of the same defense from scratch, at the epochs of our plan"
+    ours = f"{_listed(pairs, 'time')}; the base is in none of these times"
+    return Verdict(claim, "Figure 16, section 5.2.3", ours, _counted(pairs, "time", 0.5))
 
 
 def _smaller(pairs: Mapping[str, Mapping]) -> Verdict:
@@ -169,4 +196,4 @@ def _goal(pairs: Mapping[str, Mapping]) -> Verdict:
     claim = f"retraining takes at most {GOAL} of the time of the same defense from scratch"
     ours = f"above it: {_listed(missed, 'time') or 'none'}; the base is in none of these times"
     met = "met" if not missed else f"met in {len(pairs) - len(missed)} of {len(pairs)}"
-    return Verdict(claim, "goal of this project", ours, met)
+    return Verdict(claim, OUR_GOAL, ours, met)

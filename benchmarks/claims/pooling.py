@@ -12,6 +12,7 @@ from scipy.stats import norm, t
 from pptp.intervals import Estimate
 from pptp.localize import METRICS, judge, stall_of
 
+NORMAL = float(norm.ppf(0.975))
 DELTA = 0.05  # of pptp.localize, by which the single seeds were judged
 
 
@@ -24,7 +25,7 @@ class Spread:
 
     def half_width(self, own: float, seeds: int) -> float:
         """Of the 95 % interval of a mean over `seeds`, each with the variance `own`."""
-        quantile = t.ppf(0.975, self.df) if self.ratio > 1 else norm.ppf(0.975)
+        quantile = t.ppf(0.975, self.df) if self.ratio > 1 else NORMAL
         return float(quantile * (max(1.0, self.ratio) * own / seeds) ** 0.5)
 
 
@@ -45,7 +46,7 @@ def spread_of(bases: Iterable[Sequence[Sequence[Mapping]]]) -> Spread:
 
 def own_variance(found: Sequence[Mapping]) -> float:
     """Mean variance that the seeds' own 95 % intervals, over images, stand for."""
-    return statistics.mean(((e["high"] - e["low"]) / 2 / norm.ppf(0.975)) ** 2 for e in found)
+    return statistics.mean(((e["high"] - e["low"]) / 2 / NORMAL) ** 2 for e in found)
 
 
 def mean_of(found: Sequence[Mapping], spread: Spread = ALIKE) -> dict:

@@ -123,10 +123,9 @@ def keep_model(cell: Cell, run: Run, name: str) -> None:
     row["processor"] = (
         torch.backends.cpu.get_cpu_capability()
     )  # another one rounds otherwise, and is another training run
-    if name != UNDEFENDED:
-        row["base"] = {
-            "test_accuracy": evaluated(run, UNDEFENDED)["test_accuracy"]
-        }  # of this folder, if it was trained again
+    if name != UNDEFENDED:  # the base is this folder's, if it was trained again
+        seconds = read_json(run.folder(UNDEFENDED) / "cost.json", "")["seconds"]
+        row["base"] = {"test_accuracy": evaluated(run, UNDEFENDED)["test_accuracy"], "seconds": seconds}
         row |= {key: record[key] for key in ("defense", "set", "cut", "rewind")}
         row["epochs"] = record["recipe"]["epochs"]
         row["result"] = {k: v for k, v in record["result"].items() if isinstance(v, int | float | str)}
