@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import math
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
@@ -400,6 +401,16 @@ def main_process() -> bool:
     from accelerate import PartialState
 
     return PartialState().is_main_process
+
+
+@atexit.register
+def leave_gloo() -> None:
+    """A process that ends while Gloo's threads still hold tensors is aborted now and then, after all work was done.
+
+    Other backends are left alone: leaving NCCL waits for the other processes, which may have failed.
+    """
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
 
 
 def cpu_runs_bfloat16() -> bool:
