@@ -86,7 +86,8 @@ class Adversary(Monitor):
     """The inference network in training, and the regularised loss it gives the classifier."""
 
     def __init__(self, settings: AdvReg, model: nn.Module, data, recipe):
-        self.settings, self.model, self.data, self.recipe = settings, model, data, recipe
+        self.settings, self.model, self.recipe = settings, model, recipe
+        self.members, self.reference = data.members, data.reference
         self.draws = 0
         with torch.random.fork_rng():
             torch.manual_seed(recipe.seed)
@@ -108,7 +109,7 @@ class Adversary(Monitor):
 
     def _attack_step(self, step: Step) -> float:
         """One step of the inference network on fresh members and reference samples; returns its gain."""
-        inside, outside = (self._outputs(step, part) for part in (self.data.members, self.data.reference))
+        inside, outside = (self._outputs(step, part) for part in (self.members, self.reference))
         self.optimizer.zero_grad(set_to_none=True)
         gain = 0.5 * (F.logsigmoid(self.network(*inside)).mean() + F.logsigmoid(-self.network(*outside)).mean())
         (-gain).backward()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pptp.checkpoint import fingerprint_of
 from pptp.data import Part, indexed, sample_ids
 from pptp.errors import UserError
+from pptp.fingerprint import fingerprint_of
 from pptp.models import atomically
 from pptp.outside import probabilities
 from pptp.plugins import HOW_ONLY

@@ -68,6 +68,8 @@ class Activations(Samples):
     def __init__(self, store: Tensor, labels: np.ndarray, ids: np.ndarray, name: str):
         self.store, self.labels, self.ids, self.name = store, labels, ids, name  # store: (1 + views, n, ...)
         self.view = 0
+        if len(store) > 1 or store.dtype != torch.float32:
+            self.kept = f"{len(store) - 1} views, {store.dtype}"
 
     def set_epoch(self, epoch: int | None) -> None:
         views = len(self.store) - 1

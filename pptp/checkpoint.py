@@ -1,91 +1,25 @@
-"""Going on after a kill: what a training is told apart by, and all that is needed to continue it."""
+"""Going on after a kill: all that is needed to continue a training."""
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .config import Recipe
-from .data import Samples
 from .errors import UserError
-from .models import atomically, weights_digest
-from .plugins import code_of
-from .suffix import Suffix
+from .fingerprint import whole
+from .models import atomically
 
 if TYPE_CHECKING:
     from .training import Monitor
-
-
-def whole(model: nn.Module) -> nn.Module:
-    """The model itself, where it is trained from the activations of its trunk: what is trained is the same."""
-    return model.model if isinstance(model, Suffix) else model
-
-
-def fingerprint_of(model: nn.Module, data: Samples, recipe: Recipe, loss: Callable) -> str:
-    """All that makes a training: recipe, samples and their labels, loss, starting and trained weights. A checkpoint is continued
-    only where it is the same. Images are not read for it: data sets of the same labels are told apart by their paths alone."""
-    model, what = whole(model), replace(recipe, device="auto", workers=0)
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    text = json.dumps([asdict(what), trained, said(loss), weights_digest(model), len(data)])
-    return hashlib.sha256(text.encode() + data.ids.tobytes() + data.labels.tobytes()).hexdigest()[:16]
-
-
-def said(loss: object) -> list:
-    """A loss in words that are the same in another process: its name, its code, and all that it is bound to."""
-    if isinstance(loss, partial):
-        return [*said(loss.func), _value(loss.args), _value(loss.keywords)]
-    if hasattr(loss, "__self__"):  # a method, of a defense say
-        return [loss.__name__, _value(loss.__self__)]
-    named = loss if hasattr(loss, "__qualname__") else type(loss)
-    bound = [getattr(loss, name, None) for name in ("__defaults__", "__kwdefaults__")]
-    bound += [_value(loss)] if named is not loss else [_content(cell) for cell in getattr(loss, "__closure__", None) or ()]
-    ours = (named.__module__ or "").partition(".")[0] in ("pptp", "defenses")  # told apart by settings; code of others by its text
-    return [named.__qualname__, _value(bound), "" if ours else code_of(named)]
-
-
-def _content(cell) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # assigned later
-        return None
-
-
-def _value(value: object, depth: int = 4) -> str:
-    """What a value says of itself, without addresses and without what it keeps for itself; of what lies too deep, its kind."""
-    if isinstance(value, (int, float, str, bytes, type(None), np.generic)):
-        return repr(value)
-    if depth == 0 or isinstance(value, torch.optim.Optimizer):  # which has done nothing yet
-        return type(value).__qualname__
-    if isinstance(value, Tensor):
-        return weights_digest({"": value})
-    if isinstance(value, np.ndarray):
-        return hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
-    if isinstance(value, nn.Module):
-        return weights_digest(whole(value))
-    if isinstance(value, Samples):
-        return hashlib.sha256(value.ids.tobytes() + value.labels.tobytes()).hexdigest()
-    if isinstance(value, Mapping):
-        return repr(sorted((str(k), _value(v, depth - 1)) for k, v in value.items()))
-    if isinstance(value, (list, tuple)):
-        return repr([_value(one, depth - 1) for one in value])
-    if callable(value) and hasattr(value, "__qualname__"):
-        return repr(said(value))
-    if getattr(value, "made_by", ""):  # computed, and perhaps not to the last bit when it is computed again
-        return f"{type(value).__qualname__} {value.made_by}"
-    held = {name: one for name, one in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
-    return f"{type(value).__qualname__} {_value(held, depth - 1)}"
 
 
 def check_same(before: object, now: object, what: str) -> None:

@@ -23,6 +23,7 @@ class Samples(Dataset):
     files: Sequence[str] | None = None  # (n,) names of the files that they come from, where they do
     class_names: Sequence[str] | None = None
     left_out: int = 0  # files that lay there too and were not read
+    kept: str = ""  # how inputs are kept, where that changes what is trained on
 
     @cached_property
     def ids(self) -> np.ndarray:
@@ -82,7 +83,7 @@ class Part(Samples):
     def __init__(self, pool: Dataset, indices: Sequence[int], name: str):
         self.pool, self.name = pool, name
         self.indices = np.asarray(indices, dtype=np.int64)
-        self.labels = pool.labels[self.indices]
+        self.labels, self.kept = pool.labels[self.indices], getattr(pool, "kept", "")
 
     @cached_property
     def ids(self) -> np.ndarray:

@@ -19,10 +19,11 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from .checkpoint import Checkpoint, fingerprint_of, whole
+from .checkpoint import Checkpoint
 from .config import Recipe
 from .data import Augmented, indexed
 from .errors import UserError
+from .fingerprint import fingerprint_of, whole
 from .stages import train_mode
 
 

@@ -22,6 +22,7 @@ LAYERS = [
     "partition",
     "stages",
     "suffix describe norms",
+    "fingerprint",
     "checkpoint",
     "training signals cache likelihood",
     "probes gradients boundary outside",

@@ -13,9 +13,9 @@ from torch.utils.data import Subset, random_split
 import pptp
 from defenses import AdvReg, Selena
 from defenses.advreg import Adversary
-from pptp.cache import Policy, TrunkCache
-from pptp.checkpoint import fingerprint_of
+from pptp.cache import Activations, Policy, TrunkCache
 from pptp.data import Indexed, Part, Pool, indexed, sample_ids
+from pptp.fingerprint import fingerprint_of
 from pptp.monitors.curvature import Curvature
 from pptp.monitors.dynamics import Recording
 from pptp.training import Monitor, cross_entropy, fit
@@ -73,12 +73,32 @@ class Weighted(torch.nn.Module):
         self.register_buffer("weight", torch.tensor([1.0, weight]))
 
 
+class Focal(torch.nn.Module):
+    def __init__(self, gamma):
+        super().__init__()
+        self.gamma = gamma
+
+
+class Slots:
+    __slots__ = ("epsilon",)
+
+    def __init__(self, epsilon):
+        self.epsilon = epsilon
+
+
 class Holding:
     def __init__(self, held):
         self.held = held
 
     def loss(self, step):
         return 0
+
+
+def typed_in(text):
+    """As in a notebook: there is no file with its text."""
+    names = {"__name__": "typed_in"}
+    exec(text, names)
+    return names
 
 
 @pytest.mark.parametrize(
@@ -96,6 +116,12 @@ class Holding:
         lambda e: Holding({"a": torch.tensor(e)}).loss,
         lambda e: Holding(np.array([e])).loss,
         lambda e: Holding(Smoothing(e)).loss,
+        Focal,
+        lambda e: Holding(torch.nn.CrossEntropyLoss(label_smoothing=e)).loss,
+        lambda e: Holding({e}).loss,
+        lambda e: Holding(Slots(e)).loss,
+        lambda e: typed_in(f"def loss(step): return {e} in {{'a', 'b', 'c'}}")["loss"],
+        lambda e: typed_in(f"class L:\n    def loss(self, step): return {e}")["L"]().loss,
         lambda e: Holding(torch.nn.Linear(2, 1).requires_grad_(False).apply(lambda m: m.weight.fill_(e))).loss,
     ],
 )
@@ -113,6 +139,37 @@ def test_the_loss_of_an_adversary_says_the_same_twice(model, splits, quick):
     twice = [fingerprint_of(model, splits.members, quick, Adversary(AdvReg(), model, data, quick).loss) for _ in "ab"]
     other = fingerprint_of(model, splits.members, quick, Adversary(AdvReg(alpha=2.0), model, data, quick).loss)
     assert twice[0] == twice[1] != other
+
+
+def test_an_adversary_is_told_apart_by_its_reference_and_not_by_where_it_runs(model, splits, quick):
+    data = splits.for_defense()
+
+    def of(data=data, recipe=quick):
+        return fingerprint_of(model, data.members, recipe, Adversary(AdvReg(), model, data, recipe).loss)
+
+    fewer = pptp.TrainingData(data.members, Part(data.reference, range(8), "fewer"))
+    assert of() == of(recipe=replace(quick, workers=2, device="cpu")) == of(replace(data, outside=object())) != of(fewer)
+
+
+@pytest.mark.parametrize(("views", "dtype"), [(2, torch.float32), (0, torch.float16)])
+def test_how_inputs_are_kept_tells_trainings_apart_where_it_matters(views, dtype, model, quick):
+    def of(views, dtype):
+        store, labels = torch.zeros(1 + views, 8, 2, dtype=dtype), np.arange(8) % 4
+        part = Part(Activations(store, labels, np.arange(8), "members"), range(6), "of a sub-model")
+        return fingerprint_of(model, part, quick, cross_entropy)
+
+    assert of(0, torch.float32) != of(views, dtype)
+
+
+def test_losses_that_lead_back_to_themselves_come_to_an_end(model, splits, quick):
+    def wrapper(step):
+        wrapper.calls += 1
+        return smoothed(step, 0.1)
+
+    circle = Smoothing(0.1)
+    circle.held, circle.later = circle.loss, lambda: circle
+    for loss in (wrapper, circle.loss):
+        assert fingerprint_of(model, splits.members, quick, loss) == fingerprint_of(model, splits.members, quick, loss)
 
 
 def test_a_loss_may_use_what_is_defined_after_it(model, splits, quick):
@@ -155,14 +212,16 @@ def test_other_labels_recipes_and_weights_are_other_trainings_and_another_device
     assert of(model=pptp.create("test_resnet", classes=4, img_size=32, seed=4)) != of()
 
 
-def test_the_cached_suffix_goes_on_from_a_checkpoint_of_the_whole_model_and_back(model, splits, quick, tmp_path):
+@pytest.mark.parametrize("defense", ["plain", "advreg"])
+def test_the_cached_suffix_goes_on_from_a_checkpoint_of_the_whole_model_and_back(defense, model, splits, quick, tmp_path):
     """How much memory there is may decide otherwise after a kill; without augmentation both give the same bits."""
+    made = Plain() if defense == "plain" else AdvReg()
 
     def retrained(kind, path=None, monitors=()):
         cache = TrunkCache(Policy(kind))
         trained = copy.deepcopy(model)
         pptp.retrain(
-            trained, None, "layer4", Plain(), splits, replace(quick, epochs=3), monitors, checkpoint=path, cache=cache
+            trained, None, "layer4", made, splits, replace(quick, epochs=3), monitors, checkpoint=path, cache=cache
         )
         return trained.state_dict()
 
