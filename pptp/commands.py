@@ -111,7 +111,9 @@ def _contents(run: Run) -> list[str]:
     if pool.left_out:
         lines.append(f"{pool.left_out} files were left out: they are hidden, or no images")
     copies = copies_of_members(run.splits)
-    if copies:
+    if copies is None:
+        lines.append("copies of members among the others were not looked for, since images are read one by one")
+    elif copies:
         lines.append(
             f"{copies} non-members or test images are copies of members, so that what is found about them is not about outsiders: remove duplicates from the data"
         )

@@ -11,6 +11,10 @@ from pathlib import Path
 class UserError(ValueError):
     """Bad input, said in one sentence; the command line prints it without a traceback."""
 
+    def __init__(self, sentence: str):
+        """A worker of a DataLoader hands on its whole traceback as the text, which ends with the sentence."""
+        super().__init__(sentence.rpartition("UserError: ")[2].strip() if sentence.startswith("Caught ") else sentence)
+
 
 def own_file(error: Exception) -> str:
     """The user's own file that raised it (a plug-in below this folder), with its line; "" if it was none."""

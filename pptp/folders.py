@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,7 @@ from .errors import UserError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 SPLIT_NAMES = (("train", "training"), ("validation", "val", "valid", "eval", "evaluation"), ("test",))
+OF_SPLITS = {name for names in SPLIT_NAMES for name in names}
 DEFAULT_SPLIT = "train"
 
 
@@ -23,7 +25,7 @@ def synonyms(split: str) -> tuple[str, ...]:
 
 def is_hidden(name: str) -> bool:
     """What editors and archivers leave behind: `.ipynb_checkpoints`, `._x.png`, `__MACOSX`."""
-    return any(part.startswith(".") or part == "__MACOSX" for part in PurePosixPath(name).parts)
+    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
 
 
 def choose_split(there: set[str], split: str, wanted: Sequence[str], where: str) -> str | None:
@@ -32,8 +34,12 @@ def choose_split(there: set[str], split: str, wanted: Sequence[str], where: str)
     wanted: the splits that are asked for. Never the whole for a part: a "validation split" that is really everything would call
     members non-members.
     """
-    known = {name for names in SPLIT_NAMES for name in names} | {name.lower() for name in wanted}
-    found = [name for name in sorted(there) if name.lower() in synonyms(split) or name == split]
+    known = OF_SPLITS | {name.lower() for name in wanted}
+    if split in there:
+        return split
+    found = sorted(name for name in there if name.lower() in synonyms(split))
+    if len(found) > 1:
+        raise UserError(f"{where!r} has {', '.join(found)} for the split {split!r}: say which one, with --train-split or --val-split")
     if found:
         return found[0]
     divided = sorted(name for name in there if name.lower() in known)
@@ -63,21 +69,25 @@ def by_class(names: Sequence[str], where: str) -> Classed:
     """Of names that must be CLASS/IMAGE; hidden ones are left out, whatever else lies elsewhere is refused."""
     seen = [i for i, name in enumerate(names) if not is_hidden(name)]
     for i in seen:
-        depth = len(PurePosixPath(names[i]).parts)
-        if depth != 2:
-            rule = "lies in no class folder" if depth < 2 else "lies deeper than one class folder"
+        if names[i].count("/") != 1:
+            rule = "lies deeper than one class folder" if "/" in names[i] else "lies in no class folder"
             raise UserError(f"the image {names[i]} of {where!r} {rule}: images must be in CLASS/IMAGE, move or remove it")
-    classes = sorted({PurePosixPath(names[i]).parts[0] for i in seen}, key=_natural)
+    class_of = [names[i].partition("/")[0] for i in seen]
+    classes = sorted(set(class_of), key=_natural)
+    if classes and all(name.lower() in OF_SPLITS for name in classes):
+        raise UserError(f"the images of {where!r} lie in {', '.join(classes)}, without classes: they must be in SPLIT/CLASS/IMAGE")
     class_to_idx = {name: k for k, name in enumerate(classes)}
-    labels = np.array([class_to_idx[PurePosixPath(names[i]).parts[0]] for i in seen], dtype=np.int64)
-    return Classed(seen, labels, class_to_idx)
+    return Classed(seen, np.array([class_to_idx[name] for name in class_of], dtype=np.int64), class_to_idx)
+
+
+NUMBERS = re.compile(r"(\d+)")
 
 
 def _natural(name: str) -> list:
     """ "im 2" before "im 10", as timm orders files; those that it takes for equal ("a", "A") by their letters."""
-    from timm.utils.misc import natural_key
-
-    return [natural_key(name), name]
+    parts: list = NUMBERS.split(name.lower())
+    parts[1::2] = map(int, parts[1::2])
+    return [parts, name]
 
 
 class ImageFolder(Dataset):
@@ -151,7 +161,7 @@ def read_image(path_or_file, name: str):
 
     try:
         return _rgb(Image.open(path_or_file), name)
-    except (OSError, SyntaxError) as error:
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(f"cannot read the image {name} ({error}): mend or remove it") from error
 
 

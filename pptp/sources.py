@@ -164,7 +164,13 @@ class RawTinyImageNet(Dataset):
         if split in SPLIT_NAMES[0]:
             found = [(p, c) for c in classes for p in sorted((root / "train" / c / "images").iterdir())]
         else:
-            rows = (line.split("\t") for line in (root / "val" / "val_annotations.txt").read_text().splitlines())
+            lines = (root / "val" / "val_annotations.txt").read_text().splitlines()
+            rows = [line.split("\t") for line in lines if line.strip()]
+            strange = [row for row in rows if len(row) < 2 or row[1] not in position]
+            if strange:
+                raise UserError(
+                    f"{root}/val/val_annotations.txt has the line {' '.join(strange[0])!r}, which names no class of {root}/train: take out the images of other classes"
+                )
             found = [(root / "val" / "images" / row[0], row[1]) for row in rows]
         self.paths = [path for path, _ in found]
         self.files = [path.relative_to(root).as_posix() for path in self.paths]

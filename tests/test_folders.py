@@ -73,6 +73,37 @@ def test_names_that_natural_order_takes_for_equal_have_an_order_of_their_own():
     assert list(by_class(names, "here").class_to_idx) == ["A", "a", "B", "b"]
 
 
+def test_numbers_of_other_scripts_do_not_stop_the_order():
+    assert list(by_class([f"{name}/1.png" for name in ("1²", "10", "2", "٣")], "here").class_to_idx) == ["1²", "2", "٣", "10"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_splits_without_classes_are_not_taken_for_classes(tmp_path, packed):
+    where = tmp_path / "set"
+    write_folder(where, splits=(".",), classes=("test", "Train"))
+    if packed:
+        with tarfile.open(tmp_path / "set.tar", "w") as tar:
+            tar.add(where, "set")
+        where = tmp_path / "set.tar"
+    with pytest.raises(pptp.UserError, match="lie in test, Train, without classes.*SPLIT/CLASS/IMAGE"):
+        load(source(where))
+
+
+def test_of_two_names_of_a_split_the_one_that_was_asked_for_is_read(tmp_path):
+    write_folder(tmp_path, splits=("train", "val"))
+    write_folder(tmp_path, splits=("validation",), classes=("a", "b", "c"))
+    assert len(load(source(tmp_path, train_split="validation"))[0].class_names) == 3
+    with pytest.raises(pptp.UserError, match="has val, validation for the split 'eval': say which one"):
+        load(source(tmp_path, train_split="eval"))
+
+
+def test_a_picture_that_is_too_large_to_open_is_named(tmp_path, monkeypatch):
+    write_folder(tmp_path, splits=(".",))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(pptp.UserError, match="cannot read the image .*exceeds limit"):
+        load(source(tmp_path))
+
+
 def test_hidden_folders_above_a_split_are_left_out_of_archives():
     kept, files = in_archive([".cache/train/a/1.png", "train/a/1.png", "train/b/1.png"], "train", ["train"], "x.tar")
     assert files == ["train/a/1.png", "train/b/1.png"] and kept.positions == [1, 2]
@@ -84,6 +115,27 @@ def test_raw_tiny_imagenet_has_no_hidden_class(tmp_path):
     (tmp_path / "val").mkdir()
     (tmp_path / "val" / "val_annotations.txt").write_text("")
     assert load(source(tmp_path))[0].class_names == ["n01", "n02"]
+
+
+@pytest.mark.parametrize(("line", "says"), [("x.JPEG\tn09\t0\t0", "x.JPEG n09 0 0"), ("x.JPEG", "'x.JPEG'")])
+def test_raw_tiny_imagenet_with_a_class_left_out_is_refused(tmp_path, line, says):
+    write_folder(tmp_path, splits=("train",), classes=("n01", "n02"), middle=("images",))
+    (tmp_path / "val").mkdir()
+    (tmp_path / "val" / "val_annotations.txt").write_text(f"\n{line}\n")
+    with pytest.raises(pptp.UserError, match=f"{says}.*names no class of"):
+        load(source(tmp_path, val_split="val"))
+
+
+def test_a_worker_says_no_more_than_the_sentence(tmp_path):
+    class Broken(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, i):
+            raise pptp.UserError("cannot read the image x.png: mend or remove it")
+
+    with pytest.raises(pptp.UserError, match="^cannot read the image x.png: mend or remove it$"):
+        list(torch.utils.data.DataLoader(Broken(), num_workers=1))
 
 
 def test_the_first_of_several_names_of_a_class_is_shown():
