@@ -38,6 +38,7 @@ def found(where="layer4", train=1.0, models=None, last=0.7):
         "stages": [*stages, stage("head", 0.9, "risky")],
         "train_accuracy": {"full": estimate(1.0), "half": estimate(train)},
         "stall": "layer4",
+        "powered": train >= 0.95,
     }
     return {"risk": risk, "models": {"undefended": model(0.4, 0.9), **(models or {})}}
 

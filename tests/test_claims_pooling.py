@@ -7,6 +7,7 @@ from scipy.stats import norm
 
 from benchmarks.claims.pooling import DELTA, Spread, _stall, mean_of, spread_of
 from benchmarks.claims.render import load
+from benchmarks.claims.where import pooled, stages_of
 from pptp.intervals import Estimate
 from pptp.localize import judge
 
@@ -29,6 +30,29 @@ def test_seeds_together_decide_what_one_alone_cannot():
     assert said({**plain, "resnet18-augmented": apart}, claim).startswith("cannot be said"), (
         "seeds that differ by more than chance"
     )
+
+
+def test_one_seed_is_no_surer_of_others_than_two():
+    """Where two of another base differ by far more than their images explain."""
+
+    def seed(gap):
+        results = found()
+        results["risk"]["stages"][0] |= {"member_gap": estimate(gap, 0.02), "by_member_gap": "safe"}
+        return results
+
+    alone = pooled({"resnet18-plain": {42: seed(0.0)}}, "resnet18-plain")
+    beside = pooled({"resnet18-plain": {42: seed(0.0)}, "resnet34-plain": {42: seed(0.0), 43: seed(0.2)}}, "resnet18-plain")
+    first, second = (stages_of(r)[0] for r in (alone, beside))
+    assert first["by_member_gap"] == "safe" and first["member_gap"] == estimate(0.0, 0.02)
+    assert second["by_member_gap"] == "undecided" and second["member_gap"]["high"] > 0.05
+    assert first["distances"]["rms"]["auc"]["high"] == second["distances"]["rms"]["auc"]["high"], "where none were seen to differ"
+
+
+def test_nothing_is_safe_before_both_models_know_the_members():
+    weak, others = found(train=0.9), {42: found(), 43: found()}
+    others[43]["risk"]["stages"][0] = stage("layer3", 0.6, "risky")
+    together = pooled({"resnet18-search": {42: weak}, "resnet34-plain": others}, "resnet18-search")
+    assert stages_of(together)[0]["verdict"] == "undecided"
 
 
 def test_the_mean_of_seeds_has_the_interval_of_a_mean():

@@ -53,6 +53,8 @@ def test_what_grows_grows_in_the_direction_of_the_paper_by_both_distances():
     assert channels((0.60, 0.60), (0.70, 0.605)) == "yes"
     assert channels((0.60, 0.60), (0.60, 0.50)) == "no: it falls"
     assert channels((0.40, 0.60), (0.30, 0.70)) == "cannot be said: the two distances disagree", "an inverted one too"
+    less_inverted = "cannot be said: in the paper's direction it grows, by one distance it falls either way round"
+    assert channels((0.30, 0.50), (0.45, 0.50)) == channels((0.30, 0.50), (0.45, 0.55)) == less_inverted
 
 
 def test_blocks_of_the_last_stage_are_compared_in_order():

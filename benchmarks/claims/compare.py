@@ -36,10 +36,10 @@ WORDS = {by_confidence: "confidence AUC", by_strongest: "AUC of the strongest at
 
 
 def turned(e: Mapping) -> dict[str, float]:
-    """An AUC, turned around if it is below 1/2, as the attacker would."""
-    far = sorted(abs(e[end] - 0.5) for end in ("low", "high"))
-    low = 0.0 if e["low"] <= 0.5 <= e["high"] else far[0]
-    return {"value": 0.5 + abs(e["value"] - 0.5), "low": 0.5 + low, "high": 0.5 + far[1]}
+    """An AUC, turned around if it is below 1/2, as the attacker would; its interval may reach below 1/2, whose width still tells its error."""
+    low, value, high = (e[end] for end in ("low", "value", "high"))
+    ends = (low, value, high) if value >= 0.5 else (1 - high, 1 - value, 1 - low)
+    return dict(zip(("low", "value", "high"), ends))
 
 
 def leak(model: Mapping) -> dict[str, float]:

@@ -147,11 +147,10 @@ def figures(pair: Pair) -> str:
 
 
 def _under_all_five(results: Results) -> tuple[str, str] | None:
-    """By none surely leakier, and not surely less accurate."""
+    """By none surely leakier."""
     answers = {}
     for p in pairs_of(results, PAPERS, *BASES):
         worse = [a for a in FIVE if _less(results, p, a)["low"] > 0]
-        worse += ["less accurate"] * (p.gaps[by_confidence].accuracy["high"] < 0)
         better = all(_less(results, p, a)["high"] < HARDLY for a in FIVE)
         answers[f"{_short(p)}"] = "no" if worse else "yes" if better else "undecided"
     return (listed(answers), counted(answers)) if answers else None
@@ -174,7 +173,7 @@ def _correctness(results: Results) -> tuple[str, str] | None:
     if not gains:
         return None
     answers = {
-        n: "yes" if g["high"] < HARDLY else "no: it surely does" if g["low"] > 0 else "undecided"
+        n: "yes" if g["high"] < HARDLY else "no: it surely does" if g["low"] > HARDLY else "undecided"
         for n, g in gains.items()
     }
     return listed(answers), counted(answers)

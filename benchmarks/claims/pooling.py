@@ -81,29 +81,33 @@ def spreads_of(bases: Sequence[Sequence[Mapping]]) -> dict[str, Spread]:
 
 
 def pool(seeds: Sequence[Mapping], spreads: Mapping[str, Spread]) -> dict:
-    """What work.py kept of several seeds of one base, as if of one; what is no estimate is the first seed's."""
+    """What work.py kept of the seeds of one base, as if of one; what is no estimate is the first seed's.
+
+    One seed alone is no surer of the others than two: its intervals widen by the same spread.
+    """
     risks = [found["risk"] for found in seeds]
     together = list(zip(*(risk["stages"] for risk in risks), strict=True))
-    stages = [_stage(same, spreads, "head" if same is together[-1] else "body") for same in together]
+    powered = all(risk["powered"] for risk in risks)
+    stages = [_stage(same, spreads, "head" if same is together[-1] else "body", powered) for same in together]
     train = {name: mean_of([risk["train_accuracy"][name] for risk in risks]) for name in risks[0]["train_accuracy"]}
-    stall = risks[0]["stall"] if len(seeds) == 1 else _stall(stages)
+    stall = risks[0]["stall"] if len(seeds) == 1 and spreads["probe_gain"].ratio <= 1 else _stall(stages)
     return {**seeds[0], "risk": {**risks[0], "stages": stages, "train_accuracy": train, "stall": stall}}
 
 
-def _stage(seeds: Sequence[Mapping], spreads: Mapping[str, Spread], kind: str) -> dict:
-    """One stage or block over seeds; judged as `localize` judges, both models at interpolation."""
-    if len(seeds) == 1:
+def _stage(seeds: Sequence[Mapping], spreads: Mapping[str, Spread], kind: str, powered: bool) -> dict:
+    """One stage or block over seeds; judged as `localize` judges, which calls nothing safe before both models know the members."""
+    if len(seeds) == 1 and all(s.ratio <= 1 for s in spreads.values()):
         return dict(seeds[0])
     distances = {m: _distance([s["distances"][m]["auc"] for s in seeds], spreads[kind]) for m in METRICS}
     stage = {
         **seeds[0],
         "distances": distances,
-        "verdict": judge([d["effect"] for d in distances.values()], DELTA, True),
-        "blocks": [_stage(same, spreads, kind) for same in zip(*(s.get("blocks", ()) for s in seeds), strict=True)],
+        "verdict": judge([d["effect"] for d in distances.values()], DELTA, powered),
+        "blocks": [_stage(same, spreads, kind, powered) for same in zip(*(s.get("blocks", ()) for s in seeds), strict=True)],
     }
     stage |= {k: mean_of([s[k] for s in seeds], spreads[k]) for k in KINDS[2:] if seeds[0].get(k)}
     if stage.get("member_gap"):
-        stage["by_member_gap"] = judge([(stage["member_gap"]["low"], stage["member_gap"]["high"])], DELTA, True)
+        stage["by_member_gap"] = judge([(stage["member_gap"]["low"], stage["member_gap"]["high"])], DELTA, powered)
     return stage
 
 

@@ -32,8 +32,7 @@ def pooled(results: Results, base: str) -> Mapping:
     seeds = telling(results, base)
     if not seeds:
         return {}
-    spreads = spreads_of([list(telling(results, b).values()) for b in results]) if len(seeds) > 1 else {}
-    return pool(list(seeds.values()), spreads)
+    return pool(list(seeds.values()), spreads_of([list(telling(results, b).values()) for b in results]))
 
 
 def interpolates(results: Mapping) -> bool:
@@ -163,20 +162,37 @@ def _same_place(*names: str) -> Callable[[Results], tuple[str, str] | None]:
     return judge
 
 
+def either_way(distance: Mapping) -> dict[str, float]:
+    """How far an AUC is from 1/2, with its interval."""
+    low, high = distance["effect"]
+    return {"value": abs(distance["auc"]["value"] - 0.5), "low": low, "high": high}
+
+
+def surely_moved(differences: Sequence[Mapping]) -> tuple[bool, bool]:
+    """(any of them surely up, any of them surely down)."""
+    return any(e["low"] > 0 for e in differences), any(e["high"] < 0 for e in differences)
+
+
 def _moves(rises: str, falls: str, *names: str) -> Callable[[Results], tuple[str, str] | None]:
-    """What unseen samples are farther apart by than seen ones, at the last stage of the last base less that of the first, by each distance."""
+    """What unseen samples are farther apart by than seen ones, at the last stage of the last base less that of the first, by each distance.
+
+    Where seen ones were the farther ones at first, this can grow while the disparity either way round falls: that answers nothing.
+    """
 
     def judge(results: Results) -> tuple[str, str] | None:
         found = {n: last_stage(r)["distances"] for n, r in able(results, names).items()}
         if len(found) < 2:
             return None
         first, *_, last = found.values()
-        moved = {metric: difference(last[metric]["auc"], first[metric]["auc"]) for metric in METRICS}
-        up, down = (any(sure(e) for e in moved.values()) for sure in (lambda e: e["low"] > 0, lambda e: e["high"] < 0))
+        up, down = surely_moved([difference(last[m]["auc"], first[m]["auc"]) for m in METRICS])
+        larger, smaller = surely_moved([difference(either_way(last[m]), either_way(first[m])) for m in METRICS])
         aucs = (", ".join(f"{d[m]['auc']['value']:.3f}" for d in found.values()) for m in METRICS)
         ours = f"AUC by {', by '.join(f'{word} {a}' for word, a in zip(METRICS.values(), aucs))} ({', '.join(found)})"
         if up and down:
             return ours, "cannot be said: the two distances disagree"
+        if (up and smaller) or (down and larger):
+            grows, falls_ = ("grows", "falls") if up else ("falls", "grows")
+            return ours, f"cannot be said: in the paper's direction it {grows}, by one distance it {falls_} either way round"
         return ours, rises if up else falls if down else "cannot be said: intervals overlap"
 
     return judge
