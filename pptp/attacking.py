@@ -21,7 +21,7 @@ from .evaluate import Evaluation, applicable, default_attacks, evaluate, run_att
 from .frontier import Point, Sweep, check_rounds, choose, grid, nearest, pareto, refined
 from .frontier import table as frontier_table
 from .gate import Rule, fails, judge, junit
-from .intervals import Estimate, proportion
+from .intervals import TURNED, Estimate, proportion
 from .measures import Effort, References
 from .models import atomically
 from .outputs import read_outputs
@@ -33,8 +33,10 @@ from .signals import Needs, collect, needs_of
 from .splits import digest
 from .stages import SCRATCH
 
-ATTACK_CAVEAT = (
-    "Score attacks on one model understate what an attacker with reference models can do: see pptp ensemble."
+ATTACK_CAVEAT = "Score attacks on one model understate what an attacker with reference models can do: see pptp ensemble."
+NO_REFERENCES = (
+    "Score attacks on one model understate what an attacker with reference models can do: give outputs of such models on the same samples as "
+    "reference_logits, and who they were trained on as reference_members."
 )
 GROUPS = {
     "scores": lambda need: not (need.outside or need.augmented or need.measured),
@@ -82,6 +84,8 @@ def evaluate_run(
     """`pptp evaluate`: every model of the run, side by side on the same samples. False if the gate is shut."""
     run = Run.open(path)
     attacks, rules = chosen_attacks(attack_names), [Rule.parse(text) for text in gate.fail_if]
+    for rule in rules:
+        rule.check(run.trained_names(), attacks)
     groups = read_slices(slices) if slices else {}
     asked = {
         "attacks": {name: code_of(attack) for name, attack in attacks.items()},
@@ -155,7 +159,7 @@ def _cut_is_shared(run: Run, name: str) -> bool:
     return cut != SCRATCH and sum(run.cut_of(other) == cut for other in run.trained_names()) > 1
 
 
-def table(evaluations: dict[str, Evaluation]) -> str:
+def table(evaluations: dict[str, Evaluation], caveat: str = ATTACK_CAVEAT) -> str:
     """Utility and leakage of every model, one line each, and how each compares with the undefended one."""
     width = max(len(name) for name in (*evaluations, "model")) + 2
     lines = [
@@ -163,14 +167,13 @@ def table(evaluations: dict[str, Evaluation]) -> str:
     ]
     for name, found in evaluations.items():
         attack, auc = found.strongest
-        tpr = found.attacks[attack].turned.tpr_at(0.01, 1 - 0.05 / len(found.attacks))
-        shown = f"{replace(auc, note='')} {attack}{' inverted' if auc.high < 0.5 else ''}"
-        lines.append(f"{name:<{width}}{found.train_accuracy!s:<22}{found.test_accuracy!s:<22}{shown:<42}{tpr}")
+        shown = f"{replace(auc, note='')} {attack}{' turned' if TURNED in auc.note else ''}"
+        lines.append(f"{name:<{width}}{found.train_accuracy!s:<22}{found.test_accuracy!s:<22}{shown:<42}{found.tpr_of_strongest(0.01)}")
     lines += [f"{name} against {UNDEFENDED}: {in_words(d)}" for name, d in against(evaluations).items()]
-    return "\n".join(lines + _footnotes(evaluations))
+    return "\n".join(lines + _footnotes(evaluations, caveat))
 
 
-def _footnotes(evaluations: dict[str, Evaluation]) -> list[str]:
+def _footnotes(evaluations: dict[str, Evaluation], caveat: str) -> list[str]:
     first = next(iter(evaluations.values()))
     widest = max(first.attacks.values(), key=lambda scores: len(scores.rows))
     members = int(widest.members.sum())
@@ -196,7 +199,7 @@ def _footnotes(evaluations: dict[str, Evaluation]) -> list[str]:
         )
         lines.append(f"Not run{where}: {', '.join(attacks)} ({why}).")
     if not any("reference models" in found.references for found in evaluations.values()):
-        lines.append(ATTACK_CAVEAT)
+        lines.append(caveat)
     return lines
 
 
@@ -246,10 +249,13 @@ def ensemble_run(
         procedure = UNDEFENDED
     if procedure not in run.trained_names():
         raise UserError(f"no model called {procedure!r} in {path}: it has {', '.join(run.trained_names())}")
-    if models < 2 or models % 2 or queries < 0 or processes < 1:
-        raise UserError(
-            f"models is {models}, queries {queries}, processes {processes}: models must be even and at least 2, queries 0 or above, processes at least 1"
-        )
+    for what, value, holds, rule in (
+        ("models", models, models >= 2 and models % 2 == 0, "even, and at least 2"),
+        ("queries", queries, queries >= 0, "0 or above"),
+        ("processes", processes, processes >= 1, "at least 1"),
+    ):
+        if not holds:
+            raise UserError(f"{what} is {value}: it must be {rule}")
     if only is not None and not 0 <= only < models:
         raise UserError(f"only is {only}: it must be one of 0 to {models - 1}")
     jobs = [Job(str(path), procedure, index, seed, queries, tuple(epochs), own_cut) for index in range(models)]
@@ -331,7 +337,11 @@ def attack_outputs(path: str, attack_names: Sequence[str] = (), gate: Gate = OPE
     """`pptp attack`: attack arrays of outputs. False if the gate is shut."""
     rules = [Rule.parse(text) for text in gate.fail_if]
     signals, members = read_outputs(path)
-    usable, skipped = applicable(chosen_attacks(attack_names), signals, members)
+    attacks = chosen_attacks(attack_names)
+    asking = [name for name in attack_names if name in attacks and (needs_of(attacks[name]).measured or needs_of(attacks[name]).augmented)]
+    if asking:
+        raise UserError(f"{', '.join(asking)} needs the model itself, not its outputs: use pptp evaluate RUN --attack {asking[0]}")
+    usable, skipped = applicable(attacks, signals, members)
     if (attack_names and skipped) or not usable:
         raise UserError(f"{path} lacks what was asked for: " + "; ".join(f"{a} {why}" for a, why in skipped.items()))
     right = (signals.logits.argmax(1) == signals.labels).numpy()
@@ -343,7 +353,7 @@ def attack_outputs(path: str, attack_names: Sequence[str] = (), gate: Gate = OPE
     )
     name = Path(path).stem
     found = Evaluation(*accuracy, run_attacks(usable, signals, members, skipped=skipped), skipped, source)
-    print(table({name: found}))
+    print(table({name: found}, NO_REFERENCES))
     print("Test accuracy is that on the non-members.")
     value = {**found.to_dict(), "exposure": exposure(found, np.arange(len(members)), {})}
     return _gated(rules, {name: found}, gate, {name: value})

@@ -44,7 +44,8 @@ class Planted(Indexed):
         away = rng.integers(1, classes, len(ids)) if kind == "mislabelled" else rng.integers(0, classes, len(ids))
         labels[ids] = (labels[ids] + away) % classes
         super().__init__(pool, labels)
-        self.files, self.class_names, self.left_out = pool.files, pool.class_names, pool.left_out
+        self.files, self.class_names = pool.files, pool.class_names
+        self.left_out, self.other_splits = pool.left_out, pool.other_splits
         self.noise_seed = seed if kind == "noise" else None
         self.planted = set(map(int, ids))
 

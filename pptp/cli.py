@@ -54,8 +54,15 @@ HELP = {
 SHORT = {"batch_size": "-b", "workers": "-j"}
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what was wrong in one sentence, without the usage before it."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help shows what it takes\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="pptp",
         description="Find where an image classifier memorises, retrain just those layers under a privacy defense, and measure what it bought.",
     )
@@ -405,7 +412,9 @@ def _frontier(arguments: argparse.Namespace, changes: dict) -> int:
     if len(arguments.defense) > 1:
         raise UserError(f"a frontier is of one defense: run it once for each of {', '.join(arguments.defense)}")
     sweeps = {name: values.split(",") for name, values in parse_settings(arguments.set).items()}
-    frontier_run(
+    from .frontier import choose
+
+    points = frontier_run(
         arguments.run,
         arguments.defense[0],
         sweeps,
@@ -417,7 +426,8 @@ def _frontier(arguments: argparse.Namespace, changes: dict) -> int:
         arguments.rounds,
         _policy(arguments),
     )
-    return 0
+    asked = arguments.target_auc is not None or arguments.min_accuracy is not None
+    return 1 if asked and choose(points, arguments.target_auc, arguments.min_accuracy) is None else 0
 
 
 def _attacking(arguments: argparse.Namespace) -> int:
@@ -456,7 +466,10 @@ def _epochs(text: str) -> list[int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    arguments, strange = parser().parse_known_args(argv)
+    if strange:
+        print(f"pptp {arguments.command}: there is no {strange[0]} here; pptp {arguments.command} --help shows what it takes", file=sys.stderr)
+        return 2
     try:
         return run_command(arguments)
     except UserError as error:

@@ -110,6 +110,9 @@ def _contents(run: Run) -> list[str]:
         lines.append("classes: " + ", ".join(shown) + (", ..." if len(counts) > SHOWN_CLASSES else ""))
     if pool.left_out:
         lines.append(f"{pool.left_out} files were left out: they are hidden, or no images")
+    if pool.other_splits:
+        hint = "" if run.experiment.source.val_split else f": --val-split {pool.other_splits[0]} takes non-members and test from there"
+        lines.append(f"not read, since they are other splits: {', '.join(pool.other_splits)}{hint}")
     copies = copies_of_members(run.splits)
     if copies is None:
         lines.append("copies of members among the others were not looked for, since images are read one by one")

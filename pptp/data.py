@@ -23,6 +23,7 @@ class Samples(Dataset):
     files: Sequence[str] | None = None  # (n,) names of the files that they come from, where they do
     class_names: Sequence[str] | None = None
     left_out: int = 0  # files that lay there too and were not read
+    other_splits: Sequence[str] = ()  # folders of splits that lay there too
     kept: str = ""  # how inputs are kept, where that changes what is trained on
 
     @cached_property

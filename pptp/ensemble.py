@@ -309,9 +309,12 @@ def _whose_trunk(job: Job, run: Run) -> str:
 def references_for(run: Run, name: str) -> References:
     """The best there is for attacking model `name`: its own procedure, the undefended one, or the half model of localisation."""
     own = load_references(run, name)
-    if own is not None:
-        return own
-    plain = load_references(run, UNDEFENDED) if name != UNDEFENDED else None
+    return undefended_references(run) if own is None else own
+
+
+def undefended_references(run: Run) -> References:
+    """For a model that was made by another procedure."""
+    plain = load_references(run, UNDEFENDED)
     if plain is not None:
         return replace(
             plain, source=f"{plain.source}: not by the target's procedure, so an attacker who knows it may find more"

@@ -179,12 +179,19 @@ class Evaluation:
     def strongest(self) -> tuple[str, Estimate]:
         """The attack whose AUC is furthest from 1/2, its interval Bonferroni-corrected for having looked at all of them.
 
-        One that surely finds something goes before one that may have found it by chance, on a handful of samples say. An AUC surely
-        below 1/2 is marked: such an attacker only has to turn its guess around.
+        One that surely finds something goes before one that may have found it by chance, on a handful of samples say. An AUC
+        below 1/2 is turned around, as the attacker would, and says so.
         """
-        found = {name: scores.auc_at(1 - 0.05 / len(self.attacks)) for name, scores in self.attacks.items()}
-        name, found = max(found.items(), key=lambda item: (item[1].effect[0] > 0, abs(item[1].value - 0.5)))
-        return name, replace(found, note="inverted: low scores mark members") if found.high < 0.5 else found
+        found = {name: scores.auc_at(self._corrected).turned for name, scores in self.attacks.items()}
+        return max(found.items(), key=lambda item: (item[1].low > 0.5, item[1].value))
+
+    def tpr_of_strongest(self, fpr: float) -> Estimate:
+        """Turned around, and its interval corrected, as the AUC."""
+        return self.attacks[self.strongest[0]].turned.tpr_at(fpr, self._corrected)
+
+    @property
+    def _corrected(self) -> float:
+        return 1 - 0.05 / len(self.attacks)
 
     def to_dict(self) -> dict:
         name, estimate = self.strongest
@@ -195,7 +202,12 @@ class Evaluation:
             "members": int(most.members.sum()),
             "nonmembers": int((~most.members).sum()),
             "attacks": {attack: scores.to_dict() for attack, scores in self.attacks.items()},
-            "strongest": {"attack": name, "auc": estimate.to_dict(), "corrected_for": len(self.attacks)},
+            "strongest": {
+                "attack": name,
+                "auc": estimate.to_dict(),
+                **{f"tpr@{fpr:g}": self.tpr_of_strongest(fpr).to_dict() for fpr in FPRS},
+                "corrected_for": len(self.attacks),
+            },
             "skipped": self.skipped,
             "references": self.references,
         }
@@ -205,14 +217,12 @@ def leak_difference(a: Evaluation, b: Evaluation) -> Estimate:
     """|AUC - 1/2| of the strongest attack on `a` minus that on `b`, paired by sample.
 
     The interval is corrected for both having been chosen: as many comparisons could have been made as there are pairs
-    of attacks. Orders that are surely inverted are turned around first; the sign that was seen is taken as given.
+    of attacks. Orders below 1/2 are turned around first; the sign that was seen is taken as given.
     """
-    (one, one_auc), (two, two_auc) = a.strongest, b.strongest
-    first, second = a.attacks[one], b.attacks[two]
+    first, second = (found.attacks[found.strongest[0]].turned for found in (a, b))
     rows = np.intersect1d(first.rows, second.rows)
     x, y = (s.scores[np.searchsorted(s.rows, rows)] for s in (first, second))
     members = first.members[np.searchsorted(first.rows, rows)]
-    x, y = x * (1 if one_auc.value >= 0.5 else -1), y * (1 if two_auc.value >= 0.5 else -1)
     return auc_difference(x, y, members, 1 - 0.05 / (len(a.attacks) * len(b.attacks)))
 
 

@@ -56,6 +56,11 @@ def choose_split(there: set[str], split: str, wanted: Sequence[str], where: str)
     return None
 
 
+def other_splits(there: set[str], chosen: str | None) -> list[str]:
+    """Beside the one that is read."""
+    return sorted(name for name in there if chosen and name != chosen and name.lower() in OF_SPLITS)
+
+
 @dataclass(frozen=True)
 class Classed:
     """Which files are samples, of which classes."""
@@ -71,7 +76,9 @@ def by_class(names: Sequence[str], where: str) -> Classed:
     for i in seen:
         if names[i].count("/") != 1:
             rule = "lies deeper than one class folder" if "/" in names[i] else "lies in no class folder"
-            raise UserError(f"the image {names[i]} of {where!r} {rule}: images must be in CLASS/IMAGE, move or remove it")
+            tops = {names[k].partition("/")[0] for k in seen}
+            todo = f"give {where}/{tops.pop()} as the data" if "/" in names[i] and len(tops) == 1 else "move or remove it"
+            raise UserError(f"the image {names[i]} of {where!r} {rule}: images must be in CLASS/IMAGE, {todo}")
     class_of = [names[i].partition("/")[0] for i in seen]
     classes = sorted(set(class_of), key=_natural)
     if classes and all(name.lower() in OF_SPLITS for name in classes):
@@ -92,6 +99,8 @@ def _natural(name: str) -> list:
 
 class ImageFolder(Dataset):
     """Images below `root`, one folder per class; in natural order, so that a sample id is a place in this list."""
+
+    other_splits: Sequence[str] = ()
 
     def __init__(self, root: Path, below: str = "", where: str = ""):
         home = root / below
@@ -125,15 +134,18 @@ def folder(root: Path, split: str, wanted: Sequence[str], where: str) -> ImageFo
     if not root.is_dir():
         raise UserError(f"{root} is neither a folder nor a .tar")
     there = {p.name for p in root.iterdir() if p.is_dir() and not is_hidden(p.name) and _holds_folders(p)}
-    return ImageFolder(root, choose_split(there, split, wanted, where) or "", where)
+    chosen = choose_split(there, split, wanted, where)
+    found = ImageFolder(root, chosen or "", where)
+    found.other_splits = other_splits(there, chosen)
+    return found
 
 
 def _holds_folders(path: Path) -> bool:
     return any(p.is_dir() and not is_hidden(p.name) for p in path.iterdir())
 
 
-def in_archive(names: Sequence[str], split: str, wanted: Sequence[str], where: str) -> tuple[Classed, list[str]]:
-    """Which files of an archive belong to a split, and their names below its folder."""
+def in_archive(names: Sequence[str], split: str, wanted: Sequence[str], where: str) -> tuple[Classed, list[str], list[str]]:
+    """Which files of an archive belong to a split, their names, and the splits that lie there too."""
     parents = [PurePosixPath(name).parts[:-2] for name in names]  # above the class folder
     there = {part for parts in parents for part in parts if not is_hidden(part)}
     chosen = choose_split(there, split, wanted, where)
@@ -145,7 +157,7 @@ def in_archive(names: Sequence[str], split: str, wanted: Sequence[str], where: s
     inside = ["/".join(PurePosixPath(names[i]).parts[n:]) for i, n in zip(rows, cut)]
     classed = by_class(inside, where)
     kept = Classed([rows[i] for i in classed.positions], classed.labels, classed.class_to_idx)
-    return kept, [names[i] for i in kept.positions]
+    return kept, [names[i] for i in kept.positions], other_splits(there, chosen)
 
 
 def _shared_depth(names: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from torch import nn
 from . import models
 from .cache import Policy, TrunkCache
 from .config import Recipe
-from .ensemble import references_for
+from .ensemble import undefended_references
 from .errors import UserError
 from .evaluate import MembershipScores, default_attacks, evaluate, fold_of
 from .intervals import Estimate, auc, proportion
@@ -138,7 +138,7 @@ class Sweep:
         self.run, self.cache = run, cache or TrunkCache()
         self.data: TrainingData = run.splits.for_defense()
         self.parts = run.parts(run.model(UNDEFENDED))
-        self.references = references_for(run, UNDEFENDED)
+        self.references = undefended_references(run)
         self.attacks = default_attacks()
         self.base = run.model_digest(UNDEFENDED)
         self.folder = run.path / "frontier"
@@ -242,7 +242,7 @@ def auc_of_half(scores: MembershipScores, half: np.ndarray, confidence: float) -
 
 
 def point_of(value: Mapping, setting: Setting, key: str) -> Point:
-    leaks = {name: [_turned(Estimate(**e)) for e in halves] for name, halves in value["attacks"].items()}
+    leaks = {name: [replace(Estimate(**e).turned, note=e["note"]) for e in halves] for name, halves in value["attacks"].items()}
     attack, reported_attack = (max(leaks, key=lambda name: leaks[name][half].value) for half in (0, 1))
     accuracy = [Estimate(**e) for e in value["accuracy"]]
     return Point(
@@ -258,12 +258,6 @@ def point_of(value: Mapping, setting: Setting, key: str) -> Point:
         value["cost"]["seconds"],
         key,
     )
-
-
-def _turned(e: Estimate) -> Estimate:
-    """An AUC, turned around if it is below 1/2."""
-    low, high = e.effect
-    return Estimate(0.5 + abs(e.value - 0.5), 0.5 + low, 0.5 + high, e.note)
 
 
 def table(points: Sequence[Point], best: Point | None) -> str:

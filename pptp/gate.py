@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
@@ -50,6 +50,15 @@ class Rule:
                 f"{text!r} has the bound {bound:g}: it must lie between 0 and 1, since all of these are shares"
             )
         return cls(text.strip(), found["metric"], found["sign"], bound, found["who"], fpr)
+
+    def check(self, models: Collection[str], attacks: Collection[str]) -> None:
+        """Refuse a name that is neither, before anything is attacked; attacks of stages ("gradient_norm/layer4") by what they begin with."""
+        said = self.who[:-1]
+        parts = {said, *said.partition(":")[::2]} - {""}
+        if said and not any(part in models or part.partition("/")[0] in attacks for part in parts):
+            raise UserError(
+                f"{self.text!r} speaks of {said!r}, which is neither a model ({', '.join(models)}) nor an attack that was asked for ({', '.join(attacks)})"
+            )
 
     def target(self, scores: Mapping[str, Mapping[str, object]]) -> tuple[str, str]:
         """(model, attack) that it names, "" for all; names may hold dots and colons, so those that exist decide."""
@@ -130,9 +139,7 @@ def _leak(rule: Rule, model: str, attacks: Mapping[str, MembershipScores], attac
 def _estimate(rule: Rule, scores: MembershipScores, confidence: float) -> Estimate:
     """An AUC below 1/2 is turned around: the attacker would."""
     if rule.metric == "auc":
-        found = scores.auc_at(confidence)
-        low, high = found.effect
-        return replace(found, value=0.5 + abs(found.value - 0.5), low=0.5 + low, high=0.5 + high)
+        return scores.auc_at(confidence).turned
     if rule.fpr:  # either way round, each with half of the error: the attacker takes the better one
         turned = replace(scores, scores=-scores.scores)
         ways = [way.tpr_at(rule.fpr, (1 + confidence) / 2) for way in (scores, turned)]

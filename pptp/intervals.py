@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import stats
@@ -13,6 +13,7 @@ from scipy.special import expit, logit
 from .errors import UserError
 
 TOO_FEW = "too few samples"
+TURNED = "turned around: low scores mark members"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,13 @@ class Estimate:
         """Interval of |value - 1/2|, for an AUC: an order that is surely inverted tells as much as a right one."""
         low, high = self.low - 0.5, self.high - 0.5
         return max(0.0, low, -high), max(abs(low), abs(high))
+
+    @property
+    def turned(self) -> Estimate:
+        """Of an AUC: what an attacker has of it who turns the guess around where it is below 1/2."""
+        low, high = self.effect
+        notes = [self.note] * bool(self.note) + [TURNED] * (self.value < 0.5)
+        return replace(self, value=0.5 + abs(self.value - 0.5), low=0.5 + low, high=0.5 + high, note="; ".join(notes))
 
     def to_dict(self) -> dict:
         return {"value": self.value, "low": self.low, "high": self.high, "note": self.note}

@@ -40,9 +40,10 @@ def find(package: str, name: str):
             raise UserError(f"cannot load {name!r} ({type(error).__name__}: {error}){hint}") from error
     known = registry(package)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"it is one of {', '.join(sorted(known))}"
         raise UserError(
-            f"no {package.rstrip('s')} called {name!r}: did you mean {', '.join(near)}? (or give your own as module:name)"
+            f"no {package.rstrip('s')} called {name!r}: {hint} (or your own, as module:name)"
         )
     return known[name]
 

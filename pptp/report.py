@@ -138,7 +138,9 @@ def _data_name(run: Run) -> str:
     source = run.experiment.source
     if source.data != "digits":
         return Path(source.data).name if Path(source.data).exists() else source.data
-    return f"scikit-learn digits with added noise (pixels {source.pixel_noise:g}, labels {source.label_noise:.0%})"
+    noise = [f"noise of {source.pixel_noise:g} on the pixels"] * bool(source.pixel_noise)
+    noise += [f"{source.label_noise:.0%} of the labels replaced"] * bool(source.label_noise)
+    return "scikit-learn's digits" + (f", {' and '.join(noise)}" if noise else "")
 
 
 def _show(e: dict) -> str:

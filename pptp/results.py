@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,10 +48,8 @@ def load_evaluation(run: Run, name: str) -> Evaluation:
 
 def exposure(found: Evaluation, ids: np.ndarray, slices: Mapping[str, np.ndarray], k: int = 20) -> dict:
     """Who is exposed, by the strongest attack."""
-    name, leak = found.strongest
-    scores = found.attacks[name]
-    if leak.value < 0.5:  # such an attacker turns its guess around
-        scores = replace(scores, scores=-scores.scores)
+    name, _ = found.strongest
+    scores = found.attacks[name].turned
     return {
         "attack": name,
         "classes": per_class(scores),

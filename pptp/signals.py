@@ -36,7 +36,7 @@ class Signals:
         check_finite("logits", self.logits)
         if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < self.logits.shape[1]:
             raise UserError(
-                f"labels run from {int(self.labels.min())} to {int(self.labels.max())}, but there are {self.logits.shape[1]} logits"
+                f"labels run from {int(self.labels.min())} to {int(self.labels.max())}, but there are {self.logits.shape[1]} logits: count classes from 0"
             )
         if (self.reference_logits is None) != (self.reference_members is None):
             raise UserError("reference_logits and reference_members go together: give both or neither")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import tarfile
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ def load(
         return pool, may_be_member
     pool = _prepared(datasets, keep, np.concatenate(labels), source.img_size, mean, std)
     pool.left_out = sum(getattr(dataset, "left_out", 0) for dataset in datasets)
+    pool.other_splits = sorted(set.intersection(*(set(getattr(dataset, "other_splits", ())) for dataset in datasets)))
     pool.files, pool.class_names = _files(datasets, keep), _names_of_classes(datasets[0], source)
     _check_distinct(pool, may_be_member, source)
     return pool, may_be_member
@@ -95,6 +97,8 @@ def _named(source: Source, split: str) -> Dataset:
     wanted = [source.train_split, *([source.val_split] if source.val_split else [])]
     if name == "torch/image_folder":
         return folder(Path(root), split, wanted, name)
+    if name.startswith("hfds/") and find_spec("datasets") is None:
+        raise UserError(f"{name} needs the package datasets, of the extra hfds: install pptp[hfds]")
     if name.split("/")[0] in ("torch", "hfds") and "/" in name:
         return _create(name, root or str(Path.home() / ".cache" / "pptp"), split, source.download)
     if name.split("/")[0] in ("hfids", "tfds", "wds"):
@@ -132,13 +136,13 @@ def _create(name: str, root: str, split: str, download: bool = False) -> Dataset
 def _tar(path: Path, split: str, wanted: Sequence[str], where: str) -> Dataset:
     """timm reads a tar whole: keep what lies below the folder of the split."""
     dataset = _create("", str(path), split)
-    classed, files = in_archive([Path(name).as_posix() for name in dataset.filenames()], split, wanted, where)
-    return _Chosen(dataset, classed, files)
+    names = [Path(name).as_posix() for name in dataset.filenames()]
+    return _Chosen(dataset, *in_archive(names, split, wanted, where))
 
 
 class _Chosen(Dataset):
-    def __init__(self, dataset: Dataset, classed: Classed, files: Sequence[str]):
-        self.dataset, self.positions, self.files = dataset, classed.positions, files
+    def __init__(self, dataset: Dataset, classed: Classed, files: Sequence[str], other_splits: Sequence[str]):
+        self.dataset, self.positions, self.files, self.other_splits = dataset, classed.positions, files, other_splits
         self.labels, self.class_to_idx = classed.labels, classed.class_to_idx
 
     def __len__(self) -> int:
@@ -161,6 +165,7 @@ class RawTinyImageNet(Dataset):
         position = {name: i for i, name in enumerate(classes)}
         if synonyms(split) not in SPLIT_NAMES[:2]:
             raise UserError(f"{root} is raw TinyImageNet, whose splits are train and val: there is no {split!r}")
+        self.other_splits = ["val" if split in SPLIT_NAMES[0] else "train"]
         if split in SPLIT_NAMES[0]:
             found = [(p, c) for c in classes for p in sorted((root / "train" / c / "images").iterdir())]
         else:

@@ -252,8 +252,8 @@ def test_an_ensemble_of_another_retraining_is_not_used(run, tmp_path):
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--models", "3"], "models must be even"), (["--procedure", "other"], "no model called 'other'"), (["--only", "16"], "only is 16"),
-        (["--record-epochs", "9"], "epochs 1 to 4"), (["--record-epochs", "x"], "give epochs such as"), (["--processes", "0"], "processes at least 1"),
+        (["--models", "3"], "models is 3: it must be even"), (["--procedure", "other"], "no model called 'other'"), (["--only", "16"], "only is 16"),
+        (["--record-epochs", "9"], "epochs 1 to 4"), (["--record-epochs", "x"], "give epochs such as"), (["--processes", "0"], "processes is 0: it must be at least 1"),
     ],
 )  # fmt: skip
 def test_bad_requests_are_refused(run, flags, says, capsys):

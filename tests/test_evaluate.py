@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,9 @@ from sklearn.metrics import roc_auc_score
 from torch.utils.data import TensorDataset
 
 import pptp
+from pptp.attacking import table
 from pptp.evaluate import Evaluation, MembershipScores, best_threshold, fold_of, run_attacks
+from pptp.gate import Rule, judge
 from pptp.intervals import Estimate, auc, proportion, rate_difference, tpr_at
 
 scores_strategy = st.lists(st.integers(-5, 5), min_size=2, max_size=30)
@@ -150,8 +154,25 @@ def test_inverted_leak_is_found_and_said_so():
     assert inverted.advantage.low > 0.3 and inverted.advantage_per_class.low > 0.3
     some = Estimate(0.5, 0.4, 0.6)
     name, found = Evaluation(some, some, {"weak": weak, "inverted": inverted}).strongest
-    assert name == "inverted" and found.high < 0.5 and "inverted" in found.note
-    assert found.effect[0] > weak.auc.effect[1]
+    assert name == "inverted" and found.low > weak.auc.high and "turned around" in found.note
+    evaluation = Evaluation(some, some, {"inverted": inverted})
+    assert evaluation.tpr_of_strongest(0.01).value == replace(inverted, scores=-inverted.scores).tpr_at(0.01).value
+
+
+def test_the_strongest_attack_is_shown_from_one_half_on_everywhere():
+    """Else a table calls 0.47 the lesser leak beside 0.48, and the comparison below it the greater."""
+    members = np.repeat([True, False], 400)
+    scores = np.random.default_rng(0).normal(size=800) - 0.1 * members
+    below = MembershipScores(scores, members, np.zeros(800))
+    some = Estimate(0.5, 0.4, 0.6)
+    found = Evaluation(some, some, {"confidence": below})
+    _, auc = found.strongest
+    assert below.auc.value < 0.5 < below.auc.high, "neither surely one way"
+    assert auc.value == pytest.approx(1 - below.auc.value) and auc.low == 0.5 and auc.high > auc.value
+    assert "confidence turned" in table({"undefended": found})
+    judged = judge([Rule.parse("auc>0.9")], {"undefended": found.attacks}, {})[0]
+    assert judged.estimate == auc
+    assert found.tpr_of_strongest(0.01).to_dict() == found.to_dict()["strongest"]["tpr@0.01"]
 
 
 def test_effect_is_two_sided():

@@ -105,8 +105,25 @@ def test_a_picture_that_is_too_large_to_open_is_named(tmp_path, monkeypatch):
 
 
 def test_hidden_folders_above_a_split_are_left_out_of_archives():
-    kept, files = in_archive([".cache/train/a/1.png", "train/a/1.png", "train/b/1.png"], "train", ["train"], "x.tar")
-    assert files == ["train/a/1.png", "train/b/1.png"] and kept.positions == [1, 2]
+    names = [".cache/train/a/1.png", "train/a/1.png", "train/b/1.png", "test/a/1.png"]
+    kept, files, others = in_archive(names, "train", ["train"], "x.tar")
+    assert files == ["train/a/1.png", "train/b/1.png"] and kept.positions == [1, 2] and others == ["test"]
+
+
+@pytest.mark.parametrize(("more", "says"), [([], "not read, since they are other splits: test, val: --val-split test takes"), (["--val-split", "val"], "splits: test\n")])
+def test_splits_that_are_not_read_are_named(more, says, tmp_path, capsys):
+    for split in ("train", "val", "test"):
+        noisy_folder(tmp_path / "set" / split)
+    for k, path in enumerate(sorted((tmp_path / "set" / "val").rglob("*.png"))):
+        Image.fromarray(np.random.default_rng(1000 + k).integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(path)
+    assert main(["train", str(tmp_path / "r"), "--data", str(tmp_path / "set"), *more, *SIZES]) == 0
+    assert says in capsys.readouterr().out
+
+
+def test_a_folder_around_the_data_is_pointed_out(tmp_path):
+    write_folder(tmp_path / "wrap" / "set", splits=(".",))
+    with pytest.raises(pptp.UserError, match="give .*wrap/set as the data"):
+        load(source(tmp_path / "wrap"))
 
 
 def test_raw_tiny_imagenet_has_no_hidden_class(tmp_path):

@@ -1,9 +1,11 @@
 """Bad input: one sentence, exit code 2, nothing lost."""
 
 import json
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import SMALL, fails
 
@@ -26,6 +28,8 @@ from pptp.cli import main
         (["--seed", "-1"], "seed is -1"),
         (["--procedure", "dpsgd"], "dpsgd changes the model"),
         (["--procedure", "cskdd"], "did you mean cskd"),
+        (["--procedure", "xyz"], "no defense called 'xyz': it is one of advreg,"),
+        (["--data", "hfds/cifar10", "--pixel-noise", "0"], "needs the package datasets, of the extra hfds"),
         (["--sam-rho", "-1"], "sam_rho is -1"),
         (["--img-size", "33", "--model", "test_vit"], "cannot take images of 33 px"),
         (["--val-split", "val"], "digits has no splits"),
@@ -90,6 +94,38 @@ def test_impossible_folder_gets_a_sentence(tmp_path, capsys):
 
 def test_no_probe_samples_are_refused(copy_of_run, capsys):
     assert "probe_samples is 0" in fails(capsys, "localize", copy_of_run, "--probe-samples", "0")
+
+
+@pytest.mark.parametrize("words, says", [
+    (["train", "r", "--epochs", "four"], "pptp train: argument --epochs: invalid int value: 'four'; pptp train --help shows what it takes"),
+    (["frontier", "r", "--defense", "plain", "--fresh"], "pptp frontier: there is no --fresh here; pptp frontier --help shows what it takes"),
+    (["retrain", "r"], "pptp retrain: the following arguments are required: --defense; pptp retrain --help shows what it takes"),
+])  # fmt: skip
+def test_a_mistyped_command_is_answered_in_one_line(words, says, capsys):
+    try:
+        code = main(words)
+    except SystemExit as stopped:
+        code = stopped.code
+    assert (code, capsys.readouterr().err) == (2, f"{says}\n")
+
+
+@pytest.mark.parametrize("rule, says", [
+    ("relaxlos:auc>0.6", "speaks of 'relaxlos', which is neither a model"),
+    ("undefended:lirra.auc>0.6", "'lirra', which is not among"),
+    ("lirra.auc>0.6", "speaks of 'lirra', which is neither a model"),
+])  # fmt: skip
+def test_a_gate_for_what_is_not_there_is_refused(rule, says, copy_of_run, capsys):
+    shutil.rmtree(copy_of_run / "evaluate", ignore_errors=True)
+    assert says in fails(capsys, "evaluate", copy_of_run, "--attack", "confidence", "--fail-if", rule)
+    assert rule.startswith("undefended") or not (copy_of_run / "evaluate").exists(), "before anything was attacked"
+
+
+def test_attacks_that_need_the_model_are_not_for_outputs(tmp_path, capsys):
+    outputs = np.random.default_rng(0)
+    np.savez(tmp_path / "o.npz", logits=outputs.normal(size=(40, 2)), labels=np.arange(40) % 2, members=np.arange(40) < 20)
+    assert "curvature needs the model itself" in fails(capsys, "attack", "--logits", tmp_path / "o.npz", "--attack", "curvature")
+    assert main(["attack", "--logits", str(tmp_path / "o.npz"), "--attack", "confidence"]) == 0
+    assert "reference_members" in capsys.readouterr().out, "what would help, where there is no run"
 
 
 def test_folder_with_other_files_is_not_touched(tmp_path, capsys):

@@ -272,13 +272,14 @@ def test_a_frontier_retrains_every_point_once_chooses_and_refines(tmp_path, caps
     )
     assert table.with_suffix(".svg").read_text().startswith("<svg")
     stamps = {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/point.json")}
-    assert main([*sweep, "--target-auc", "0.5", "--rounds", "0"]) == 0
+    assert main([*sweep, "--target-auc", "0.5", "--rounds", "0"]) == 1
     assert "No point fulfils" in capsys.readouterr().out
     assert stamps == {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/point.json")}
     assert main(["report", str(run)]) == 0 and "Settings that were tried" in (run / "report.html").read_text()
     trained = {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/trained.json")}
     assert main(["ensemble", str(run), "--models", "2"]) == 0
     assert main([*sweep, "--rounds", "0"]) == 0
+    assert "not by the target's procedure, so an attacker who knows it may find more" in capsys.readouterr().out
     again = [pptp.runs.read_json(p, "")["attacks"] for p in stamps if p.stat().st_mtime_ns != stamps[p]]
     assert len(again) == 4 and all("rmia" in attacks for attacks in again), "by the reference models that are there now"
     assert trained == {p: p.stat().st_mtime_ns for p in run.glob("frontier/*/trained.json")}, "but not trained again"
