@@ -30,6 +30,10 @@ from pptp.harden import ladder
 def test_tables_give_intervals_for_one_seed_and_deviations_for_several():
     one = {42: found(models={"x": model(0.4, 0.6, epochs=3)})["models"]}
     assert "0.400 [0.390, 0.410]" in buys_table(one)
+    assert "active" not in one[42]["x"].get("result", {}) and "| x | 1 | 3 |  | 0.900" in buys_table(one)
+    acts = model(0.4, 0.6, epochs=3, defense="relaxloss", result={"active": 0.003}, cut="scratch")
+    assert "| x | 1 | 3 | 0.3% | 0.900" in buys_table({42: found(models={"x": acts})["models"]}), "else it is cross-entropy in disguise"
+    assert "| x | 1 | 3 |  | 0.900" in buys_table({42: found(models={"x": {**acts, "defense": "plain"}})["models"]})
     two = {**one, 43: found(models={"x": model(0.42, 0.6, epochs=3)})["models"]}
     assert "0.410 ± 0.014" in buys_table(two)
     row = adaptive_table({"models": one[42], "adaptive": {"x": model(0.4, 0.65)}}).splitlines()[-1]

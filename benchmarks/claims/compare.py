@@ -90,6 +90,13 @@ def utility(seeds: Mapping[int, Mapping], name: str, by: By = by_confidence) -> 
     return f"{name}: test {accuracy}, {WORDS[by]} {leaks}"
 
 
+def active(seeds: Mapping[int, Mapping], name: str) -> str:
+    """In how many steps its defense did anything, mean over seeds; "" of cross-entropy: a defense that never acts is no more than that."""
+    shares = [m[name]["result"]["active"] for m in having(seeds, name).values() if "active" in m[name].get("result", {})]
+    plain = any(m[name].get("defense") == "plain" for m in having(seeds, name).values())
+    return f"{statistics.mean(shares):.1%}" if shares and not plain else ""
+
+
 # --- two models ----------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from pptp.runs import measured, read_json, versions, write_json
 
 from .claim import AUGMENTED, PLAIN, Results, Verdict
 from .claim import GOAL as OUR_GOAL
-from .compare import compared, gap_of, utility, with_models
+from .compare import active, compared, gap_of, utility, with_models
 from .work import HERE, Cell, epochs_of
 
 PATH = HERE / "cost.json"
@@ -165,7 +165,8 @@ def _beaten_for_less(pair: tuple[str, str], pairs: Mapping[str, Mapping], result
     if not seeds or not row:
         return None
     claim = f"{mine} beats {theirs} in at most {GOAL} of its time"
-    ours = f"{AUGMENTED}: {utility(seeds, mine)}; {utility(seeds, theirs)}; time {row['time']:.2f}, the base left out"
+    acted = active(seeds, mine)
+    ours = f"{AUGMENTED}: {utility(seeds, mine)}{f', its defense active in {acted} of steps' if acted else ''}; {utility(seeds, theirs)}; time {row['time']:.2f}, the base left out"
     better = compared(gap_of(results, [(m[mine], m[theirs]) for m in seeds.values()]))
     agrees = better if row["time"] <= GOAL else f"no: it takes {row['time']:.2f}"
     return Verdict(claim, OUR_GOAL, ours, agrees)

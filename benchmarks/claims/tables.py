@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from . import converge
 from .claim import STANDINGS, Results, Verdict, shown, test_accuracy
-from .compare import by_confidence, by_strongest, having, kept, leak, mean_leak, spread, turned
+from .compare import active, by_confidence, by_strongest, having, kept, leak, mean_leak, spread, turned
 from .verdicts import UNDEFENDED, nearest_rival
 from .where import begins, direction, interpolates, last_stage, stage_where_it_starts, stages_of
 from .work import plan
@@ -155,6 +155,7 @@ def buys_table(seeds: Mapping[int, Mapping]) -> str:
                 name,
                 str(len(mine)),
                 str(next(iter(mine.values()))[name].get("epochs", "")),
+                active(mine, name),
                 over_seeds(seeds, name, lambda m: m["train_accuracy"]),
                 over_seeds(seeds, name, test_accuracy),
                 f"{kept(mine, name):.2f}",
@@ -168,6 +169,7 @@ def buys_table(seeds: Mapping[int, Mapping]) -> str:
         "model",
         "seeds",
         "epochs",
+        "defense active",
         "train accuracy",
         "test accuracy",
         "of undefended",
