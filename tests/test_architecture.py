@@ -39,6 +39,7 @@ LAYERS = [
     "commands",
     "attacking",
     "demo harden settings",
+    "studying",
     "cli",
     "__main__",
 ]
