@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 from .data import batches
 from .stages import Stage, bare
 
-NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 INPUT = "input"
 
 
